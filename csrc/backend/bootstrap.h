@@ -1,0 +1,16 @@
+// How ranks of a group find each other before they share memory: a few small strings through the group's store.
+#pragma once
+
+#include <string>
+
+namespace tide {
+
+class Bootstrap {
+ public:
+  virtual ~Bootstrap() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // Blocks until the key is there; throws after the store's own timeout.
+  virtual std::string get(const std::string& key) = 0;
+};
+
+}  // namespace tide

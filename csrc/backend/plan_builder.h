@@ -1,0 +1,52 @@
+// Small helpers that the planners share: each appends one step.
+#pragma once
+
+#include "plan.h"
+
+namespace tide {
+
+class PlanBuilder {
+ public:
+  PlanBuilder(const Request& request, Path path) {
+    plan_.op = request.op;
+    plan_.path = path;
+    plan_.rank = request.rank;
+    plan_.world = request.world;
+  }
+
+  // Peers of this rank, the next one first: so that at any moment ranks write to different peers.
+  std::vector<int> peers() const {
+    std::vector<int> result;
+    for (int d = 1; d < plan_.world; ++d) result.push_back((plan_.rank + d) % plan_.world);
+    return result;
+  }
+
+  void copy(Address from, Address to, int64_t bytes) {
+    if (bytes > 0) plan_.steps.push_back({StepKind::copy, -1, Flag::ready, 0, to, from, bytes});
+  }
+  void fill(Address to, int64_t bytes) {
+    if (bytes > 0) plan_.steps.push_back({StepKind::fill, -1, Flag::ready, 0, to, {}, bytes});
+  }
+  void signal(int peer, Flag flag, int64_t value) {
+    plan_.steps.push_back({StepKind::signal, peer, flag, value});
+  }
+  void wait(int peer, Flag flag, int64_t value) { plan_.steps.push_back({StepKind::wait, peer, flag, value}); }
+  void accumulate(Address own, int64_t staged, int64_t stride, Address to, int64_t bytes) {
+    if (bytes > 0)
+      plan_.steps.push_back({StepKind::accumulate, -1, Flag::ready, 0, to, own, bytes, staged, stride});
+  }
+
+  // Every plan between ranks starts here: after it, every peer's window is known and free to be written.
+  void meet() {
+    for (int peer : peers()) signal(peer, Flag::ready, 1);
+    for (int peer : peers()) wait(peer, Flag::ready, 1);
+  }
+
+  void window_bytes(int64_t bytes) { plan_.window_bytes = bytes; }
+  Plan take() { return std::move(plan_); }
+
+ private:
+  Plan plan_;
+};
+
+}  // namespace tide

@@ -1,0 +1,44 @@
+// One call, described without tensors: what the backend hands to select and to the planners.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "layout.h"
+#include "types.h"
+
+namespace tide {
+
+struct Request {
+  Channel op = Channel::all_gather;
+  int rank = 0;
+  int world = 1;
+  ElementType in_type = ElementType::bytes;   // bytes: moves without looking inside
+  ElementType out_type = ElementType::bytes;  // differs from in_type only for bf16 -> fp32 reduce-scatter
+  int scalar_type = 0;                        // the caller's dtype, for agreement and messages only
+  int64_t itemsize = 1;                       // bytes of one input element
+  int64_t out_itemsize = 1;
+  int64_t numel = 0;  // elements of one shard: all-gather input, reduce-scatter output; all-to-all: whole input
+
+  Reduction reduction = Reduction::none;
+  double scale = 1.0;  // multiplies the sum, in the accumulation type
+
+  // Null: rank-major, as c10d documents.
+  std::shared_ptr<const ParameterLayout> layout;
+  // all-gather: the output is an acquired window of the arena, so peers write it directly.
+  bool output_in_arena = false;
+  // all-gather: this rank's shard already lies at its place in the output.
+  bool placed = false;
+  // reduce-scatter with a layout: one input per parameter instead of one packed buffer.
+  bool separate_inputs = false;
+  // all-to-all, in elements, one per peer.
+  std::vector<int64_t> in_splits, out_splits;
+};
+
+// Addresses of one call. reduce-scatter with separate inputs: one pointer per parameter; otherwise one.
+struct Buffers {
+  std::vector<const std::byte*> inputs;
+  std::byte* output = nullptr;
+};
+
+}  // namespace tide

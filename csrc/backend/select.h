@@ -1,0 +1,31 @@
+// The only place that decides which way a call goes. Pure: the same answer on every rank, because it reads only
+// facts that the group has agreed on.
+#pragma once
+
+#include <string>
+
+#include "request.h"
+
+namespace tide {
+
+// zero_copy: peers write straight into the caller's memory (all-gather into an arena window).
+// staged:    chunks pass through windows of the arena; any tensor will do.
+// local:     a group of one rank; copies only.
+// inner:     handed to the inner backend (gloo, nccl).
+enum class Path : uint8_t { zero_copy, staged, local, inner };
+const char* to_string(Path path);
+
+struct Capabilities {
+  bool shared_memory = false;     // every member's memory is mapped here
+  std::string no_memory_reason;   // why not
+  bool every_output_in_arena = false;  // agreed per call
+};
+
+struct Selection {
+  Path path;
+  std::string reason;
+};
+
+Selection select(const Capabilities& capabilities, const Request& request);
+
+}  // namespace tide

@@ -1,0 +1,81 @@
+// What a plan runs on. An algorithm sees memory, copies, flags and one host-side exchange; never a socket, a
+// stream or a file descriptor.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+namespace tide {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a call may wait, and what to do meanwhile. `interrupted` is called at least every 100 ms of waiting
+// and throws to give the call up (Ctrl-C).
+struct Wait {
+  Clock::time_point deadline;
+  std::function<void()> interrupted;
+  std::string call;  // "all_gather #417", for errors
+};
+
+// A range of this rank's own segment that peers can write. Offsets are in bytes from the segment's start.
+struct Window {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+};
+
+// Memory of this rank that peers can address. Thread-safe; never blocks on a peer.
+class Arena {
+ public:
+  virtual ~Arena() = default;
+  // A free range of at least `bytes` bytes, aligned to 4096, or nothing when the limit or the machine's memory
+  // does not allow it (`why` then says which). Freed ranges are reused first (best fit).
+  virtual std::optional<Window> acquire(int64_t bytes, std::string* why) = 0;
+  virtual void release(const Window& window) = 0;
+  virtual std::byte* address(const Window& window) = 0;
+  // Whether [pointer, pointer + bytes) lies in one acquired window; gives the offset in the segment.
+  virtual std::optional<int64_t> offset_of(const void* pointer, int64_t bytes) = 0;
+  virtual int64_t bytes_in_use() const = 0;
+  virtual int64_t bytes_committed() const = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual const char* name() const = 0;
+  virtual int rank() const = 0;
+  virtual int world() const = 0;
+  virtual std::shared_ptr<Arena> arena() = 0;
+
+  // Publishes `mine` (at most kRecordBytes) as this rank's record of call `sequence` on `channel`, then waits
+  // for the record that every peer publishes for the same sequence. Returns all of them, by rank. Everything
+  // that this rank wrote before is visible to a peer that returns from the same exchange.
+  static constexpr int64_t kRecordBytes = 4096;
+  virtual std::vector<std::string> exchange(Channel channel, uint64_t sequence, const std::string& mine,
+                                            const Wait& wait) = 0;
+  // Says that call `sequence` is over on this rank, for the journal that peers print on a timeout.
+  virtual void complete(Channel channel, uint64_t sequence) = 0;
+
+  // Address in this process of byte `offset` of `rank`'s segment; [offset, offset + bytes) must lie in it.
+  virtual std::byte* address(int rank, int64_t offset, int64_t bytes) = 0;
+
+  virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
+
+  // Sets this rank's flag word at `peer` to `value`. All copies issued before are visible to a peer whose
+  // wait() for that value returned. Values of one (channel, peer, flag) only grow.
+  virtual void signal(Channel channel, int peer, Flag flag, uint64_t value) = 0;
+  // Waits until the flag word that `peer` sets here has reached `value`.
+  virtual void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) = 0;
+
+  // Makes every later call on this transport, and every peer that waits for this rank, fail with `reason`.
+  virtual void abort(const std::string& reason) = 0;
+};
+
+}  // namespace tide

@@ -1,20 +1,18 @@
 """Who holds what: the result of a solve, as plain data.
 
-Ranks, parents, children and samples are described here and nowhere else; a plan (layouts, split sizes, exchanges)
-is derived from an ``Assignment`` and adds no decision of its own.
+Ranks, parents, children and samples are described here and nowhere else; a plan (layouts, split sizes,
+exchanges) is derived from an ``Assignment`` and adds no decision of its own.
 
 * A *parent* is an aligned block of consecutive ranks that runs full attention over all its samples.
-* A *child* is an aligned block inside one node (or the whole parent) that holds the rows of its samples in the sparse
-  layers; its samples are packed into one row in the order given and cut over its ranks.
+* A *child* is an aligned block inside one node (or the whole parent) that holds the rows of its samples in the
+  sparse layers; its samples are packed into one row in the order given and cut over its ranks.
 
 A parent has one of three forms:
 
-==========  ====================================================================================================
-baseline    one child of the parent's full width: no repacking
-partition   node-local children, every rank in exactly one of them (a child may be empty)
-spill       a partition, and before it one child of the full width for samples too long for a node; the parent is
-            wider than a node
-==========  ====================================================================================================
+* baseline: one child of the parent's full width, no repacking;
+* partition: node-local children, every rank in exactly one of them (a child may be empty);
+* spill: a partition and, listed before it, one child of the full width for samples that would overload a node.
+  Only a parent wider than a node has this form.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def is_power_of_two(value: int) -> bool:
 
 @dataclass(frozen=True)
 class Child:
-    """``width`` consecutive ranks from ``first_rank`` (counted from the parent's first rank) and the samples they hold."""
+    """Samples and the ``width`` consecutive ranks that hold them; ``first_rank`` counts from the parent's first."""
 
     first_rank: int
     width: int
@@ -47,7 +45,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Parent:
-    """``width`` consecutive global ranks from ``first_rank``; ``reason`` says why it was repacked or left alone."""
+    """``width`` consecutive global ranks from ``first_rank``; ``reason``: why it was repacked or left alone."""
 
     first_rank: int
     width: int
@@ -86,8 +84,7 @@ class Parent:
 class Assignment:
     """Every sample's parent and child for one micro-batch.
 
-    ``lengths`` are in tokens, indexed by sample. ``stats`` is what the solver reports (not compared, not part of the
-    identity of the assignment).
+    ``lengths`` are in tokens, indexed by sample. ``stats`` is what the solver reports; it is not compared.
     """
 
     lengths: tuple[int, ...]
@@ -129,24 +126,24 @@ class Assignment:
                 raise ValueError(f"parent {index}: width {p.width}, expected a power of two")
             if p.first_rank < 0 or p.first_rank % min(p.width, self.ranks_per_node):
                 raise ValueError(
-                    f"parent {index}: first rank {p.first_rank} is not aligned for width {p.width}; expected a "
-                    f"multiple of {min(p.width, self.ranks_per_node)}"
+                    f"parent {index}: first rank {p.first_rank} is not aligned for width {p.width}; expected "
+                    f"a multiple of {min(p.width, self.ranks_per_node)}"
                 )
             if p.first_rank < end_of_last:
                 raise ValueError(
-                    f"parents {last} and {index} overlap: rank {p.first_rank} is in both; parents must be disjoint"
+                    f"parents {last} and {index} overlap: rank {p.first_rank} is in both; parents are disjoint"
                 )
             end_of_last, last = p.first_rank + p.width, index
 
     def _check_children(self, index: int, parent: Parent) -> None:
         if not parent.children:
-            raise ValueError(f"parent {index} has no children; an empty parent has one empty child of its width")
+            raise ValueError(f"parent {index} has no children; an empty parent has one empty child")
         owner = [-1] * parent.width
         spill = parent.spill
         if spill is not None and parent.width <= self.ranks_per_node:
             raise ValueError(
-                f"parent {index}: a full-width child beside others, but width {parent.width} fits in a node of "
-                f"{self.ranks_per_node}; only a parent wider than a node can spill"
+                f"parent {index}: a full-width child beside others, but width {parent.width} fits in a node "
+                f"of {self.ranks_per_node}; only a parent wider than a node can spill"
             )
         for number, child in enumerate(parent.children):
             name = f"parent {index}, child {number}"
@@ -160,14 +157,16 @@ class Assignment:
             start = parent.first_rank + child.first_rank
             if start // self.ranks_per_node != (start + child.width - 1) // self.ranks_per_node:
                 raise ValueError(
-                    f"{name}: {block} cross a node of {self.ranks_per_node} ranks; a child is node-local or as wide "
-                    f"as its parent"
+                    f"{name}: {block} cross a node of {self.ranks_per_node} ranks; a child is node-local or "
+                    f"as wide as its parent"
                 )
             if start % child.width:
                 raise ValueError(f"{name}: {block} are not aligned to the width {child.width}")
             for rank in range(child.first_rank, child.first_rank + child.width):
                 if owner[rank] >= 0:
-                    raise ValueError(f"parent {index}: children {owner[rank]} and {number} overlap on rank {rank}")
+                    raise ValueError(
+                        f"parent {index}: children {owner[rank]} and {number} overlap on rank {rank}"
+                    )
                 owner[rank] = number
         if parent.form != "baseline" and -1 in owner:
             raise ValueError(f"parent {index}: rank {owner.index(-1)} is in no child; give it an empty child")
@@ -179,7 +178,9 @@ class Assignment:
                 name = f"parent {index}, child {number}"
                 for s in child.samples:
                     if not 0 <= s < len(self.lengths):
-                        raise ValueError(f"{name}: sample {s} does not exist; expected 0..{len(self.lengths) - 1}")
+                        raise ValueError(
+                            f"{name}: sample {s} does not exist; expected 0..{len(self.lengths) - 1}"
+                        )
                     if s in holder:
                         raise ValueError(f"sample {s} is assigned twice: to {holder[s]} and to {name}")
                     holder[s] = name

@@ -4,15 +4,15 @@ Ranks, parents, children and samples are described here and nowhere else; a plan
 exchanges) is derived from an ``Assignment`` and adds no decision of its own.
 
 * A *parent* is an aligned block of consecutive ranks that runs full attention over all its samples.
-* A *child* is an aligned block inside one node (or the whole parent) that holds the rows of its samples in the
-  sparse layers; its samples are packed into one row in the order given and cut over its ranks.
+* A *child* is an aligned block inside one node (or the whole parent) that holds the rows of its samples in
+  the sparse layers; its samples are packed into one row in the order given and cut over its ranks.
 
 A parent has one of three forms:
 
 * baseline: one child of the parent's full width, no repacking;
 * partition: node-local children, every rank in exactly one of them (a child may be empty);
-* spill: a partition and, listed before it, one child of the full width for samples that would overload a node.
-  Only a parent wider than a node has this form.
+* spill: a partition and, listed before it, one child of the full width for samples that would overload a
+  node. Only a parent wider than a node has this form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_power_of_two(value: int) -> bool:
 
 @dataclass(frozen=True)
 class Child:
-    """Samples and the ``width`` consecutive ranks that hold them; ``first_rank`` counts from the parent's first."""
+    """Samples and the ``width`` ranks that hold them; ``first_rank`` counts from the parent's first rank."""
 
     first_rank: int
     width: int
@@ -45,7 +45,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Parent:
-    """``width`` consecutive global ranks from ``first_rank``; ``reason``: why it was repacked or left alone."""
+    """``width`` global ranks from ``first_rank``; ``reason`` says why it was repacked or left alone."""
 
     first_rank: int
     width: int
@@ -131,7 +131,7 @@ class Assignment:
                 )
             if p.first_rank < end_of_last:
                 raise ValueError(
-                    f"parents {last} and {index} overlap: rank {p.first_rank} is in both; parents are disjoint"
+                    f"parents {last} and {index} overlap: rank {p.first_rank} is in both; expected none"
                 )
             end_of_last, last = p.first_rank + p.width, index
 

@@ -3,5 +3,19 @@
 from __future__ import annotations
 
 from tide_backend.repack.assignment import Assignment, Child, Parent
+from tide_backend.repack.envelope import Envelope
+from tide_backend.repack.errors import AgreementError, RepackError
+from tide_backend.repack.heads import HeadMap
+from tide_backend.repack.plan import Plan, plans
 
-__all__ = ["Assignment", "Child", "Parent"]
+__all__ = [
+    "AgreementError",
+    "Assignment",
+    "Child",
+    "Envelope",
+    "HeadMap",
+    "Parent",
+    "Plan",
+    "RepackError",
+    "plans",
+]

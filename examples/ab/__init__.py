@@ -1,0 +1,1 @@
+"""Parts of the A/B job `ab_fsdp2.py`: one concern a file."""

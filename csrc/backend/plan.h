@@ -30,7 +30,7 @@ struct Address {
 };
 
 struct Step {
-  StepKind kind;
+  StepKind kind = StepKind::copy;
   int peer = -1;  // signal, wait
   Flag flag = Flag::ready;
   int64_t value = 0;   // signal, wait: chunk number, from 1

@@ -30,6 +30,11 @@ std::vector<Piece> pieces(const Request& q, int rank, int64_t begin, int64_t end
   return result;
 }
 
+// Where this rank's own piece is read: from the input, or from its place in the output when the caller put it there.
+Address own_source(const Request& q, const Piece& p) {
+  return q.placed ? Address{Space::output, 0, p.output} : Address{Space::input, 0, p.input};
+}
+
 void zero_copy(const Request& q, PlanBuilder& plan) {
   const int64_t bytes = q.numel * q.itemsize;
   const auto own = pieces(q, q.rank, 0, bytes);
@@ -60,10 +65,13 @@ void staged(const Request& q, PlanBuilder& plan, const Staging& staging) {
       if (k >= staging.depth) {
         for (int peer : plan.peers()) plan.wait(peer, Flag::credit, k - staging.depth + 1);
       }
-      plan.copy({Space::input, 0, begin}, {Space::window, q.rank, buffer(k)}, end - begin);
+      const auto own = pieces(q, q.rank, begin, end);
+      for (const Piece& p : own) {
+        plan.copy(own_source(q, p), {Space::window, q.rank, buffer(k) + p.input - begin}, p.bytes);
+      }
       for (int peer : plan.peers()) plan.signal(peer, Flag::data, k + 1);
-      for (const Piece& p : pieces(q, q.rank, begin, end)) {
-        plan.copy({Space::input, 0, p.input}, {Space::output, 0, p.output}, p.bytes);
+      if (!q.placed) {
+        for (const Piece& p : own) plan.copy({Space::input, 0, p.input}, {Space::output, 0, p.output}, p.bytes);
       }
     }
     if (k == 0) continue;

@@ -21,19 +21,15 @@ class PlanBuilder {
     return result;
   }
 
-  void copy(Address from, Address to, int64_t bytes) {
-    if (bytes > 0) plan_.steps.push_back({StepKind::copy, -1, Flag::ready, 0, to, from, bytes});
-  }
-  void fill(Address to, int64_t bytes) {
-    if (bytes > 0) plan_.steps.push_back({StepKind::fill, -1, Flag::ready, 0, to, {}, bytes});
-  }
-  void signal(int peer, Flag flag, int64_t value) {
-    plan_.steps.push_back({StepKind::signal, peer, flag, value});
-  }
-  void wait(int peer, Flag flag, int64_t value) { plan_.steps.push_back({StepKind::wait, peer, flag, value}); }
+  void copy(Address from, Address to, int64_t bytes) { move(StepKind::copy, from, to, bytes); }
+  void fill(Address to, int64_t bytes) { move(StepKind::fill, {}, to, bytes); }
+  void signal(int peer, Flag flag, int64_t value) { tell(StepKind::signal, peer, flag, value); }
+  void wait(int peer, Flag flag, int64_t value) { tell(StepKind::wait, peer, flag, value); }
   void accumulate(Address own, int64_t staged, int64_t stride, Address to, int64_t bytes) {
-    if (bytes > 0)
-      plan_.steps.push_back({StepKind::accumulate, -1, Flag::ready, 0, to, own, bytes, staged, stride});
+    if (bytes <= 0) return;
+    move(StepKind::accumulate, own, to, bytes);
+    plan_.steps.back().staged = staged;
+    plan_.steps.back().stride = stride;
   }
 
   // Every plan between ranks starts here: after it, every peer's window is known and free to be written.
@@ -46,6 +42,24 @@ class PlanBuilder {
   Plan take() { return std::move(plan_); }
 
  private:
+  void move(StepKind kind, Address from, Address to, int64_t bytes) {
+    if (bytes <= 0) return;
+    Step step;
+    step.kind = kind;
+    step.from = from;
+    step.to = to;
+    step.bytes = bytes;
+    plan_.steps.push_back(step);
+  }
+  void tell(StepKind kind, int peer, Flag flag, int64_t value) {
+    Step step;
+    step.kind = kind;
+    step.peer = peer;
+    step.flag = flag;
+    step.value = value;
+    plan_.steps.push_back(step);
+  }
+
   Plan plan_;
 };
 

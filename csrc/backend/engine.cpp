@@ -1,0 +1,249 @@
+#include "engine.h"
+
+#include <cstring>
+
+namespace tide {
+
+namespace {
+
+constexpr size_t kCachedPlans = 512;
+// A rank whose own arguments are wrong leaves a note for its peers and does not wait long for them.
+constexpr auto kProblemWait = std::chrono::seconds(1);
+
+// Gives a window back when the call is over, whichever way it ends.
+class Staged {
+ public:
+  Staged(std::shared_ptr<Arena> arena, int64_t bytes, std::string* why) : arena_(std::move(arena)) {
+    if (bytes > 0) window_ = arena_->acquire(bytes, why);
+  }
+  ~Staged() {
+    if (window_) arena_->release(*window_);
+  }
+  Staged(const Staged&) = delete;
+  Staged& operator=(const Staged&) = delete;
+  const std::optional<Window>& window() const { return window_; }
+
+ private:
+  std::shared_ptr<Arena> arena_;
+  std::optional<Window> window_;
+};
+
+std::string plan_key(const Request& q, Path path) {
+  std::string key;
+  auto put = [&key](const void* data, size_t bytes) { key.append(static_cast<const char*>(data), bytes); };
+  const uint64_t hash = q.layout ? q.layout->hash() : 0;
+  const int64_t words[] = {static_cast<int64_t>(q.op), static_cast<int64_t>(path), q.numel, q.itemsize,
+                           q.out_itemsize, q.placed, q.separate_inputs, static_cast<int64_t>(q.in_type),
+                           static_cast<int64_t>(q.layout != nullptr)};
+  put(words, sizeof words);
+  put(&hash, sizeof hash);
+  put(q.in_splits.data(), q.in_splits.size() * sizeof(int64_t));
+  put(q.out_splits.data(), q.out_splits.size() * sizeof(int64_t));
+  return key;
+}
+
+}  // namespace
+
+Engine::Engine(Speaker who, std::shared_ptr<Bootstrap> bootstrap, EngineOptions options)
+    : who_(std::move(who)),
+      bootstrap_(std::move(bootstrap)),
+      options_(std::move(options)),
+      recorder_(options_.recorded_calls) {}
+
+Engine::~Engine() { shutdown(); }
+
+void Engine::connect() {
+  std::lock_guard<std::mutex> once(connect_mutex_);
+  if (connected()) return;
+  ShmResult result;
+  if (!options_.use_shared_memory) {
+    result.reason = options_.no_shared_memory_reason;
+  } else if (who_.world > 1) {
+    result = connect_shm(who_, *bootstrap_, options_.shm);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  transport_ = result.transport;
+  no_transport_ = result.reason;
+  connected_ = true;
+}
+
+bool Engine::connected() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return connected_;
+}
+
+std::pair<bool, std::string> Engine::shared_memory() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!connected_) return {false, "not connected yet: that happens at the first collective"};
+  if (who_.world == 1) return {false, "one rank"};
+  return {transport_ != nullptr, no_transport_};
+}
+
+std::shared_ptr<Arena> Engine::arena_if_connected() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return transport_ ? transport_->arena() : nullptr;
+}
+
+std::shared_ptr<Arena> Engine::arena(std::string* why) {
+  connect();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (transport_) return transport_->arena();
+  *why = who_.world == 1 ? "one rank" : no_transport_;
+  return nullptr;
+}
+
+std::string Engine::poisoned() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return poisoned_;
+}
+
+void Engine::poison(const std::string& reason) {
+  std::shared_ptr<Transport> transport;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!poisoned_.empty()) return;
+    poisoned_ = reason;
+    transport = transport_;
+  }
+  if (transport) transport->abort(reason);
+}
+
+void Engine::abort(const std::string& reason) { poison(reason); }
+
+void Engine::shutdown() {
+  poison("the process group was destroyed");
+  for (Lane& lane : lanes_) lane.stop();
+}
+
+std::shared_ptr<const Plan> Engine::plan(const Request& request, Path path) {
+  const std::string key = plan_key(request, path);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = plans_.find(key);
+    if (found != plans_.end()) return found->second;
+  }
+  auto made = std::make_shared<const Plan>(make_plan(request, path, options_.staging));
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (plans_.size() >= kCachedPlans) plans_.clear();  // a stream of ever new splits: start over
+  plans_[key] = made;
+  return made;
+}
+
+Selection Engine::run(const CollectiveCall& call, uint64_t ticket, const Wait& wait) {
+  if (const std::string earlier = poisoned(); !earlier.empty()) {
+    fail(ErrorKind::peer, who_, wait.call,
+         "the group cannot be used any more; an earlier failure: " + earlier + "; destroy the group and make a new one");
+  }
+  try {
+    return carry_out(call, ticket, wait);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::usage) poison(error.what());
+    throw;
+  } catch (...) {
+    poison("interrupted during " + wait.call);
+    throw;
+  }
+}
+
+Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const Wait& wait) {
+  const Request& q = call.request;
+  connect();
+  std::shared_ptr<Transport> transport;
+  Capabilities capabilities;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    transport = transport_;
+    capabilities.shared_memory = transport != nullptr;
+    capabilities.no_memory_reason = no_transport_;
+  }
+  if (!transport && !call.problem.empty()) fail(ErrorKind::usage, who_, wait.call, call.problem);
+
+  Selection selection = select(capabilities, q);
+  Execution execution;
+  execution.channel = q.op;
+  execution.sequence = ticket;
+  execution.buffers = call.buffers;
+  execution.in_type = q.in_type;
+  execution.out_type = q.out_type;
+  execution.scale = q.scale;
+
+  if (selection.path == Path::local) {
+    recorder_.update(call.record_id, selection.path, selection.reason);
+    execute(*plan(q, selection.path), execution, nullptr, wait);
+    return selection;
+  }
+  if (!transport) return selection;
+
+  // Everybody says what it means to do and where it may be written. Even calls for the inner backend pass here, so
+  // that ranks which disagree hear of it instead of hanging in different places.
+  auto& exchanges = exchanges_[static_cast<size_t>(q.op)];
+  CallRecord mine = describe(q);
+  mine.problem = call.problem;
+  auto meet = [&](const Wait& until) {
+    const auto all = transport->exchange(q.op, ++exchanges, mine.encode(), until);
+    std::vector<CallRecord> records;
+    for (const auto& one : all) records.push_back(CallRecord::decode(one));
+    if (auto problem = mismatch(records)) {
+      transport->complete(q.op, exchanges);
+      fail(ErrorKind::usage, who_, wait.call, *problem);
+    }
+    return records;
+  };
+  if (!call.problem.empty()) {
+    Wait brief = wait;
+    brief.deadline = std::min(wait.deadline, Clock::now() + kProblemWait);
+    try {
+      meet(brief);
+    } catch (const Error&) {
+      transport->complete(q.op, exchanges);
+    }
+    fail(ErrorKind::usage, who_, wait.call, call.problem);
+  }
+
+  std::optional<Staged> staged;
+  auto offer_staging = [&] {
+    const int64_t bytes = plan(q, Path::staged)->window_bytes;
+    std::string why;
+    staged.emplace(transport->arena(), bytes, &why);
+    mine.window_offset = -1;
+    mine.window_bytes = bytes;
+    if (staged->window()) mine.window_offset = staged->window()->offset;
+    if (bytes > 0 && !staged->window()) {
+      mine.problem = "no memory for " + std::to_string(bytes) + " bytes of staging: " + why;
+    }
+  };
+  mine.output_in_arena = false;
+  if (selection.path == Path::staged) {
+    const auto offset = q.output_in_arena ? transport->arena()->offset_of(call.buffers.output, call.output_bytes)
+                                          : std::optional<int64_t>();
+    if (offset) {
+      mine.output_in_arena = true;
+      mine.window_offset = *offset;
+      mine.window_bytes = call.output_bytes;
+    } else {
+      offer_staging();
+    }
+  }
+  std::vector<CallRecord> records = meet(wait);
+
+  size_t in_arena = 0;
+  for (const auto& record : records) in_arena += record.output_in_arena;
+  capabilities.every_output_in_arena = in_arena == records.size();
+  selection = select(capabilities, q);
+  if (selection.path == Path::staged && in_arena > 0) {
+    // Some outputs lie in the arena and some do not: all go staged, and windows are agreed once more.
+    selection.reason = std::to_string(records.size() - in_arena) + " of " + std::to_string(records.size()) +
+                       " ranks had no slot in the arena for the output";
+    if (!staged) offer_staging();
+    records = meet(wait);
+  }
+  recorder_.update(call.record_id, selection.path, selection.reason);
+  if (selection.path != Path::inner) {
+    for (const auto& record : records) execution.windows.push_back(record.window_offset);
+    execute(*plan(q, selection.path), execution, transport.get(), wait);
+  }
+  transport->complete(q.op, exchanges);
+  return selection;
+}
+
+}  // namespace tide

@@ -1,0 +1,92 @@
+// One group's collectives without tensors: connects, agrees, selects, plans, executes, records.
+//
+// Calls of one channel run in issue order (Lane); different channels run beside each other. After a call broke in
+// the middle the group is poisoned: flags and windows of that call are in an unknown state, so every later call
+// raises the first error again instead of running on them.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "agreement.h"
+#include "bootstrap.h"
+#include "error.h"
+#include "executor.h"
+#include "lane.h"
+#include "plan.h"
+#include "recorder.h"
+#include "shm_transport.h"
+
+namespace tide {
+
+struct EngineOptions {
+  ShmOptions shm;
+  Staging staging;
+  bool use_shared_memory = true;
+  std::string no_shared_memory_reason;  // when not
+  size_t recorded_calls = 1000;
+};
+
+// One call as the backend hands it over.
+struct CollectiveCall {
+  Request request;
+  Buffers buffers;
+  std::string problem;  // found by the backend's own checks; peers are told, then the call raises
+  uint64_t record_id = 0;
+  int64_t output_bytes = 0;
+};
+
+class Engine {
+ public:
+  Engine(Speaker who, std::shared_ptr<Bootstrap> bootstrap, EngineOptions options);
+  ~Engine();
+
+  Lane& lane(Channel channel) { return lanes_[static_cast<size_t>(channel)]; }
+  Recorder& recorder() { return recorder_; }
+  const Speaker& speaker() const { return who_; }
+
+  // Runs one call to its end on this thread. Must be called in ticket order (through the lane). Path::inner means
+  // that nothing was moved and the inner backend has to do the call.
+  Selection run(const CollectiveCall& call, uint64_t ticket, const Wait& wait);
+
+  // Connects if that has not happened yet (collective), and gives the arena, or null and why there is none.
+  std::shared_ptr<Arena> arena(std::string* why);
+  bool connected() const;
+  // (shared memory in use, why not)
+  std::pair<bool, std::string> shared_memory() const;
+  // The arena when connected, without connecting.
+  std::shared_ptr<Arena> arena_if_connected() const;
+
+  // Ends running and later calls with `reason`; peers are told.
+  void abort(const std::string& reason);
+  void shutdown();
+
+ private:
+  void connect();
+  Selection carry_out(const CollectiveCall& call, uint64_t ticket, const Wait& wait);
+  std::shared_ptr<const Plan> plan(const Request& request, Path path);
+  void poison(const std::string& reason);
+  std::string poisoned() const;
+
+  Speaker who_;
+  std::shared_ptr<Bootstrap> bootstrap_;
+  EngineOptions options_;
+  std::array<Lane, kChannels> lanes_;
+  // Exchanges so far, by channel; ahead of the ticket after a call that needed two. Guarded by the lane's order.
+  std::array<uint64_t, kChannels> exchanges_{};
+  Recorder recorder_;
+
+  std::mutex connect_mutex_;       // held across the handshake
+  mutable std::mutex mutex_;       // guards what follows; never held across a wait
+  bool connected_ = false;
+  std::shared_ptr<Transport> transport_;
+  std::string no_transport_;
+  std::string poisoned_;
+  std::map<std::string, std::shared_ptr<const Plan>> plans_;
+};
+
+}  // namespace tide

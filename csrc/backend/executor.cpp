@@ -1,0 +1,97 @@
+#include "executor.h"
+
+#include <cstring>
+
+#include "../kernels/accumulate.h"
+#include "error.h"
+
+namespace tide {
+
+namespace {
+
+class Run {
+ public:
+  Run(const Plan& plan, const Execution& call, Transport* transport, const Wait& wait)
+      : plan_(plan), call_(call), transport_(transport), wait_(wait) {}
+
+  void step(const Step& s) {
+    switch (s.kind) {
+      case StepKind::copy:
+        copy(at(s.to, s.bytes), at(s.from, s.bytes), s.bytes);
+        return;
+      case StepKind::fill:
+        std::memset(at(s.to, s.bytes), 0, static_cast<size_t>(s.bytes));
+        return;
+      case StepKind::signal:
+        if (s.flag != Flag::ready) transport_->signal(call_.channel, s.peer, s.flag, value(s));
+        return;
+      case StepKind::wait:
+        if (s.flag != Flag::ready) transport_->wait(call_.channel, s.peer, s.flag, value(s), wait_);
+        return;
+      case StepKind::accumulate:
+        accumulate(s);
+        return;
+    }
+  }
+
+ private:
+  uint64_t value(const Step& s) const { return flag_value(call_.sequence, s.value); }
+
+  std::byte* at(const Address& a, int64_t bytes) {
+    switch (a.space) {
+      case Space::input:
+        // Steps never write an input: the planners only name it as a source.
+        return const_cast<std::byte*>(call_.buffers.inputs[static_cast<size_t>(a.index)]) + a.offset;
+      case Space::output:
+        return call_.buffers.output + a.offset;
+      case Space::window:
+        return transport_->address(a.index, call_.windows[static_cast<size_t>(a.index)] + a.offset, bytes);
+      case Space::none:
+        return nullptr;
+    }
+    return nullptr;
+  }
+
+  void copy(std::byte* to, const std::byte* from, int64_t bytes) {
+    if (to == from) return;  // already at its place
+    if (transport_) {
+      transport_->copy(to, from, bytes);
+    } else {
+      std::memcpy(to, from, static_cast<size_t>(bytes));
+    }
+  }
+
+  void accumulate(const Step& s) {
+    AccumulateArgs args;
+    args.own = at(s.from, s.bytes);
+    args.own_rank = plan_.rank;
+    args.ranks = plan_.world;
+    args.numel = s.bytes / element_size(call_.in_type);
+    args.out = at(s.to, args.numel * element_size(call_.out_type));
+    args.scale = call_.scale;
+    if (plan_.world > 1) {
+      const int64_t reach = s.stride * (plan_.world - 2) + s.bytes;
+      args.staged = transport_->address(plan_.rank, call_.windows[static_cast<size_t>(plan_.rank)] + s.staged, reach);
+      args.stride = s.stride;
+    }
+    tide::accumulate(call_.in_type, call_.out_type, args);
+  }
+
+  const Plan& plan_;
+  const Execution& call_;
+  Transport* transport_;
+  const Wait& wait_;
+};
+
+}  // namespace
+
+uint64_t flag_value(uint64_t sequence, int64_t value) {
+  return (sequence << kChunkBits) + static_cast<uint64_t>(value);
+}
+
+void execute(const Plan& plan, const Execution& call, Transport* transport, const Wait& wait) {
+  Run run(plan, call, transport, wait);
+  for (const Step& step : plan.steps) run.step(step);
+}
+
+}  // namespace tide

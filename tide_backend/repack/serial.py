@@ -67,7 +67,7 @@ def plan_from_json(path: Path) -> dict[str, Any]:
     stored = read.pop("hash", None)
     extra = {name: read.pop(name, None) for name in ("ranks_per_node", "repacked", "reason")}
     if digest(read) != stored:
-        raise damaged("content and hash differ", got=stored, expected=digest(read))
+        raise damaged("content and hash differ", got=stored or "no hash", expected=digest(read))
     read.pop("format")
     try:
         read["children"] = tuple(

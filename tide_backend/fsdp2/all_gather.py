@@ -131,7 +131,7 @@ class AllGatherSeam:
         comm: Any,
     ) -> tuple[Plan | Reason, list[torch.Tensor]]:
         """The plan, with the shards to place; or the reason why PyTorch's own path serves this call."""
-        reason = refuse_call() or refuse_memory(backend)
+        reason = refuse_call()
         if reason is not None:
             return reason, []
         if type(comm) is not DefaultAllGather:
@@ -160,7 +160,7 @@ def _gather(
 ) -> TideAllGatherResult:
     device_handle = _get_device_handle(plan.device.type)
     with device_handle.stream(copy_in_stream):
-        slot = plan.backend.slot(plan.nbytes)
+        slot, _ = plan.backend.slot(plan.nbytes)
         if slot is None:  # ordinary memory in the same layout: the whole call goes through staging
             slot = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
         gathered = slot.view(plan.dtype)
@@ -196,7 +196,7 @@ def make_plan(
     world, rank = group.size(), group.rank()
     if world == 1:
         return WORLD_SIZE_1
-    reason = refuse_device(device)
+    reason = refuse_device(device) or refuse_memory(backend)
     if reason is not None:
         return reason
     reason, dtype = refuse_all_gather(fsdp_params, sources, device, world)

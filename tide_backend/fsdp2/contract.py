@@ -1,5 +1,4 @@
-"""Is this PyTorch's FSDP2 the one the seam relies on? Read from signatures and tried out, never from a version.
-version."""
+"""Whether this PyTorch's FSDP2 is the one the seam knows: by signatures and a trial, not by version."""
 
 from __future__ import annotations
 

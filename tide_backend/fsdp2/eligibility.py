@@ -42,14 +42,9 @@ def refuse_device(device: torch.device) -> Reason | None:
 
 
 def refuse_memory(backend: Any) -> Reason | None:
-    """Once the group has connected: is there shared memory at all? (Agreed in the group.)"""
-    shared, why = backend.shared_memory
-    if shared or why == NOT_CONNECTED:
-        return None
-    return Reason("no_shared_memory", f"the group's ranks share no memory: {why}")
-
-
-NOT_CONNECTED = "not connected yet"
+    """Whether the group's ranks share memory; agreed in the group, and collective at its first call."""
+    shared, why = backend.connect()
+    return None if shared else Reason("no_shared_memory", f"the group's ranks share no memory: {why}")
 
 
 def refuse_all_gather(

@@ -29,8 +29,8 @@ _state = _State()
 def install() -> str:
     """Install the seam; idempotent, cheap, and never imports FSDP2 itself.
 
-    Returns ``"installed"``, ``"waiting for FSDP2's import"`` or ``"refused"`` (this PyTorch's FSDP2 is not the
-    one the seam knows: a warning says what differs, and FSDP2 keeps its own path).
+    Returns ``"installed"``, ``"waiting for FSDP2's import"`` or ``"refused"`` (this PyTorch's FSDP2 is not
+    the one the seam knows: a warning says what differs, and FSDP2 keeps its own path).
     """
     if _state.word in ("installed", "refused"):
         return _state.word

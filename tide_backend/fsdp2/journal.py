@@ -6,8 +6,7 @@ Standard library only, so that ``tide_backend.report()`` can read it without imp
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
@@ -41,14 +40,6 @@ class Row:
     calls: int = 0
     bytes: int = 0
     copies_avoided: int = 0
-
-    @property
-    def fallbacks(self) -> int:
-        """Calls that took PyTorch's own path."""
-        return self.calls if self.path == STOCK else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "fallbacks": self.fallbacks}
 
 
 class Journal:
@@ -90,10 +81,11 @@ class Journal:
         """Rows with at least one call, in order of first use."""
         return [row for row in self._rows.values() if row.calls and group in (None, row.group)]
 
-    def reset(self) -> None:
-        """Zero the counts. Warnings already given are not repeated."""
+    def reset(self, group: str | None = None) -> None:
+        """Zero the counts, of one group or of all. Warnings already given are not repeated."""
         for row in self._rows.values():
-            row.calls = row.bytes = row.copies_avoided = 0
+            if group in (None, row.group):
+                row.calls = row.bytes = row.copies_avoided = 0
 
 
 journal = Journal()

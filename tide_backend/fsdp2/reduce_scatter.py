@@ -97,9 +97,8 @@ class TideReduceScatter(DefaultReduceScatter):
         if plan is None or gradients is None:
             raise RuntimeError(
                 f"tide: FSDP2 calls the reduce-scatter of {pending.seam.label} without its copy-in; got a "
-                f"stand-in for {pending.numel} elements, expected the gradients. This PyTorch's FSDP2 works in "
-                "another order than the seam knows: call tide_backend.fsdp2.uninstall() before the first "
-                "forward"
+                f"stand-in for {pending.numel} elements, expected the gradients. This PyTorch's FSDP2 works "
+                "in another order than the seam knows: run with TIDE_FSDP2=0"
             )
         apply_layout(input_tensor, plan.layout, tensors=gradients, label=pending.seam.label)
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)

@@ -46,14 +46,14 @@ class GroupSeam:
 
     @property
     def label(self) -> str:
-        """The name; the module's class where it has none (the root itself)."""
+        """The name; for the root, which has none, its class."""
+        group = self.param_group
         if self.name:
             return self.name
-        group = self.param_group
         if group is not None:
-            return type(group.modules[0]).__name__
-        first = self._first()
-        return str(getattr(first, "_param_fqn", None) or "unnamed")
+            kind = type(group.modules[0]).__name__.removeprefix("FSDP")
+            return f"{kind} (root)" if self.name == "" else kind
+        return str(getattr(self._first(), "_param_fqn", None) or "unnamed")
 
     def adopt(self, param_group: Any) -> None:
         """Know the FSDP2 group itself; what was planned before then is dropped."""

@@ -1,0 +1,190 @@
+"""What ran, which way and why: ``tide_backend.report()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .fsdp2 import state as fsdp2_state
+from .fsdp2.journal import STOCK, journal
+
+_MEBI = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """Calls of one kind by one FSDP2 parameter group that went one way for one reason.
+
+    ``path``: "tide", or "stock" for PyTorch's own functions. ``backend_path``: how the backend carried the recorded
+    calls ("zero_copy", "staged", "inner"; several are joined by "+"; empty when its ring no longer holds one, and
+    on the stock path). ``bytes``: payload on this rank. ``copies_avoided``: bytes that FSDP2's own layout
+    copies would have written. ``fallbacks``: calls that took PyTorch's path or that the backend handed to
+    its inner group.
+    """
+
+    group: str
+    module: str
+    op: str
+    path: str
+    backend_path: str
+    kind: str
+    reason: str
+    calls: int
+    bytes: int
+    copies_avoided: int
+    fallbacks: int
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """All calls of one operation of a group that went one way for one reason, FSDP2's among them."""
+
+    group: str
+    op: str
+    path: str
+    reason: str
+    calls: int
+    bytes: int
+    repair_copies: int
+    seconds: float
+
+
+@dataclass
+class Report:
+    """Prints as a table. ``fsdp2``: state of the FSDP2 seam, with what is wrong if it was refused."""
+
+    fsdp2: str
+    rows: list[ReportRow] = field(default_factory=list)
+    collectives: list[CollectiveRow] = field(default_factory=list)
+
+    @property
+    def fallbacks(self) -> list[ReportRow]:
+        """The rows of which at least one call did not go tide's own way."""
+        return [row for row in self.rows if row.fallbacks]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {**asdict(self), "fallbacks": [asdict(row) for row in self.fallbacks]}
+
+    def __str__(self) -> str:
+        head = [
+            "group",
+            "module",
+            "call",
+            "path",
+            "backend",
+            "calls",
+            "MiB",
+            "MiB not copied",
+            "fallbacks",
+            "reason",
+        ]
+        lines = [f"tide: FSDP2 seam {self.fsdp2}"]
+        if self.rows:
+            cells = [
+                (r.group, r.module, r.op, r.path, r.backend_path, r.calls, _mebi(r.bytes))
+                + (_mebi(r.copies_avoided), r.fallbacks, r.reason)
+                for r in self.rows
+            ]
+            lines += _table([*head, "reason"], cells)
+        if self.collectives:
+            lines += _table(
+                ["group", "collective", "path", "calls", "MiB", "repair copies", "seconds", "reason"],
+                [
+                    [
+                        c.group,
+                        c.op,
+                        c.path,
+                        c.calls,
+                        _mebi(c.bytes),
+                        c.repair_copies,
+                        f"{c.seconds:.3f}",
+                        c.reason,
+                    ]
+                    for c in self.collectives
+                ],
+            )
+        if not self.rows and not self.collectives:
+            lines.append("no call yet")
+        return "\n".join(lines)
+
+
+def report(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Report:
+    """What tide did in this process since the start or the last reset.
+
+    Args:
+        group: only this process group; all of them if None.
+        reset: zero the counts after reading them.
+
+    Returns:
+        A :class:`Report`; ``print`` it, or read ``.rows``, ``.collectives``, ``.fallbacks`` and
+        ``.to_dict()``. Rows of groups that were destroyed stay; their ``backend_path`` is empty.
+    """
+    name = None if group is None else group.group_name
+    problem = journal.install_problem
+    result = Report(fsdp2_state() if problem is None else f"refused: {problem.text}")
+    backends = {n: b for n, b in _backends() if name in (None, n)}
+    ways: dict[tuple[str, str, str], dict[str, None]] = {}
+    handed_on: dict[tuple[str, str, str], int] = {}
+    for group_name, backend in backends.items():
+        for total in backend.totals():
+            result.collectives.append(CollectiveRow(group_name, **total))
+        for record in backend.records():
+            key = (group_name, record["label"], record["op"])
+            ways.setdefault(key, {})[record["path"]] = None
+            handed_on[key] = handed_on.get(key, 0) + (record["path"] == "inner")
+    for row in journal.rows(name):
+        key = (row.group, row.module, row.op)
+        own = row.path != STOCK
+        result.rows.append(
+            ReportRow(
+                **asdict(row),
+                backend_path="+".join(ways.get(key, ())) if own else "",
+                fallbacks=min(handed_on.get(key, 0), row.calls) if own else row.calls,
+            )
+        )
+    if reset:
+        journal.reset(name)
+        for backend in backends.values():
+            backend.reset_totals()
+    return result
+
+
+def _backends() -> Iterator[tuple[str, Any]]:
+    """Every live tide backend of this process with its group's name."""
+    from . import _C
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        seen: list[Any] = []
+        for device in ("cpu", "cuda"):
+            try:
+                backend = group._get_backend(torch.device(device))
+            except RuntimeError:  # the group has no backend for this device
+                continue
+            backend = getattr(backend, "wrapped_pg", backend)
+            if isinstance(backend, _C.TideBackend) and not any(backend is other for other in seen):
+                seen.append(backend)
+                yield group.group_name, backend
+
+
+def _mebi(nbytes: int) -> str:
+    return f"{nbytes / _MEBI:.2f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    cells = [list(map(str, row)) for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    numeric = [all(isinstance(row[i], int) or _is_number(row[i]) for row in rows) for i in range(len(head))]
+    lines = []
+    for row in cells:
+        parts = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)]
+        lines.append("  ".join(parts).rstrip())
+    return ["", *lines]
+
+
+def _is_number(value: Any) -> bool:
+    return str(value).replace(".", "", 1).isdigit()

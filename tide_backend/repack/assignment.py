@@ -113,13 +113,14 @@ class Assignment:
                 raise ValueError(f"sample {s} has length {length}, expected at least 1; drop empty samples")
         if not self.parents:
             raise ValueError("no parents: got an empty list, expected at least one")
-        self._check_parent_blocks()
+        self.check_parent_blocks()
         for index, parent in enumerate(self.parents):
             self._check_children(index, parent)
         self._check_samples()
         return self
 
-    def _check_parent_blocks(self) -> None:
+    def check_parent_blocks(self) -> None:
+        """The part of `validate` about parents alone; cheap."""
         end_of_last, last = 0, -1
         for index, p in sorted(enumerate(self.parents), key=lambda item: item[1].first_rank):
             if not is_power_of_two(p.width):

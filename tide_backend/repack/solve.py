@@ -8,8 +8,8 @@ differencing and first fit into a searched capacity, then moves and swaps), and 
 as narrow as balance allows, since narrow children exchange less. Parents that meet at the optimizer step:
 longest first to the parent that is cheapest with the sample, then repair of the slowest. Parents that meet at
 every layer: squares and tokens balance separately; samples above a threshold go by squares, the others level
-the tokens under a budget of squares. Largest differencing: Karmarkar and Karp, 1982. First fit into a searched
-capacity (MultiFit): Coffman, Garey and Johnson, 1978.
+the tokens under a budget of squares. Largest differencing: Karmarkar and Karp, 1982. First fit into a
+searched capacity (MultiFit): Coffman, Garey and Johnson, 1978.
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ class Bootstrap {
   virtual void set(const std::string& key, const std::string& value) = 0;
   // Blocks until the key is there; throws after the store's own timeout.
   virtual std::string get(const std::string& key) = 0;
+  // Whether the key is there already, without blocking. Only shortens waits for a rank that has failed: false is
+  // right too where it cannot be told.
+  virtual bool has(const std::string& key) {
+    (void)key;
+    return false;
+  }
 };
 
 }  // namespace tide

@@ -1,0 +1,252 @@
+#include "shm_handshake.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+#include <sstream>
+
+namespace tide {
+namespace {
+
+constexpr uint32_t kMagic = 0x74696465;  // "tide"
+const char* const kProtocol = "shm-1";
+const char* const kFailed = "failed: ";
+
+std::string contact_key(int rank) { return "shm/contact/" + std::to_string(rank); }
+std::string outcome_key(int rank) { return "shm/outcome/" + std::to_string(rank); }
+
+bool is_failure(const std::string& text) { return text.rfind(kFailed, 0) == 0; }
+std::string failure_in(const std::string& text) { return text.substr(std::string(kFailed).size()); }
+
+std::string first_word(const std::string& path) {
+  errno = 0;
+  std::ifstream file(path);
+  if (!file && (errno == EMFILE || errno == ENFILE)) throw ShmUnavailable(errno_text("open of " + path, errno));
+  std::string word;
+  file >> word;
+  return word.empty() ? "unknown" : word;
+}
+
+// Abstract sockets exist per network namespace; without this check the two sides would learn it by a timeout.
+std::string network_namespace() {
+  char target[64] = {};
+  return readlink("/proc/self/ns/net", target, sizeof(target) - 1) > 0 ? target : "unknown";
+}
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+}  // namespace
+
+Handshake::Handshake(const Speaker& who, Bootstrap& bootstrap, std::chrono::milliseconds timeout)
+    : who_(who), bootstrap_(bootstrap), timeout_(timeout) {}
+
+std::string Handshake::get(const std::string& key, int rank) const {
+  try {
+    return bootstrap_.get(key);
+  } catch (const std::exception& error) {
+    fail(ErrorKind::timeout, who_, "", "rank " + std::to_string(rank) +
+                                           " did not take part in the shared-memory handshake; look at that rank, or "
+                                           "give the store a longer timeout (" + error.what() + ")");
+  }
+}
+
+std::string Handshake::own_contact() {
+  secret_ = random_secret();
+  // Names of abstract sockets can be listed by anyone, so the name is not the secret.
+  const std::string name = "tide-" + to_hex(random_secret());
+  listener_ = listen_abstract(name, who_.world + 16);
+  std::ostringstream text;
+  text << kProtocol << ' ' << who_.world << ' ' << geteuid() << ' ' << first_word("/proc/sys/kernel/random/boot_id")
+       << ' ' << network_namespace() << ' ' << name << ' ' << to_hex(secret_);
+  return text.str();
+}
+
+std::string Handshake::meet(std::string own_failure) {
+  std::string mine;
+  try {
+    if (own_failure.empty()) mine = own_contact();
+  } catch (const ShmUnavailable& error) {
+    own_failure = error.what();
+  }
+  if (!own_failure.empty()) mine = kFailed + own_failure;
+  bootstrap_.set(contact_key(who_.rank), mine);
+
+  // Every rank judges the same texts in the same order, so all come to the same answer.
+  const char* const what[] = {"tide protocol", "world size", "user id", "machine (boot id)", "network namespace"};
+  std::vector<std::string> first;
+  std::string reason;
+  contacts_.resize(static_cast<size_t>(who_.world));
+  for (int rank = 0; rank < who_.world; ++rank) {
+    const std::string text = rank == who_.rank ? mine : get(contact_key(rank), rank);
+    if (!reason.empty()) continue;  // still read: every rank must have come
+    const std::string name = "rank " + std::to_string(rank);
+    if (is_failure(text)) {
+      reason = name + ": " + failure_in(text);
+      continue;
+    }
+    std::istringstream words(text);
+    std::vector<std::string> fields;
+    for (std::string word; words >> word;) fields.push_back(word);
+    if (rank == 0) first = fields;
+    const auto secret = fields.size() == 7 ? secret_from_hex(fields[6]) : std::nullopt;
+    if (!secret || first.size() != 7) {
+      reason = name + " speaks another tide protocol: got \"" + text.substr(0, 40) + "\", expected " + kProtocol;
+      continue;
+    }
+    for (size_t i = 0; i < 5 && reason.empty(); ++i)
+      if (fields[i] != first[i])
+        reason = name + " has " + what[i] + " " + fields[i] + ", rank 0 has " + first[i];
+    contacts_[static_cast<size_t>(rank)] = {fields[5], *secret};
+  }
+  deadline_ = Clock::now() + timeout_;
+  return reason;
+}
+
+std::vector<Peer> Handshake::swap(const Offer& offer) {
+  std::vector<Peer> peers(static_cast<size_t>(who_.world));
+  // No rank waits for another before all its own connections and greetings to lower ranks are out: no cycle.
+  connect_lower(offer, &peers);
+  accept_higher(offer, &peers);
+  collect_lower(&peers);
+  return peers;
+}
+
+void Handshake::greet(int rank, const Offer& offer, const Fd& socket) const {
+  const Hello hello{kMagic,           who_.world,        who_.rank,
+                    getpid(),         offer.table_bytes, offer.arena_bytes,
+                    contacts_[static_cast<size_t>(rank)].secret};
+  send_greeting(socket, hello, offer.table, offer.arena);
+}
+
+void Handshake::connect_lower(const Offer& offer, std::vector<Peer>* peers) {
+  for (int rank = 0; rank < who_.rank; ++rank) {
+    Peer& peer = (*peers)[static_cast<size_t>(rank)];
+    try {
+      peer.socket = connect_abstract(contacts_[static_cast<size_t>(rank)].socket_name);
+      greet(rank, offer, peer.socket);
+    } catch (const ShmUnavailable& error) {
+      blame(rank, std::string("cannot reach it: ") + error.what());
+    }
+  }
+}
+
+void Handshake::accept_higher(const Offer& offer, std::vector<Peer>* peers) {
+  std::vector<Fd> pending;  // accepted, not yet greeted
+  for (;;) {
+    std::vector<int> missing;
+    for (int rank = who_.rank + 1; rank < who_.world; ++rank)
+      if (!(*peers)[static_cast<size_t>(rank)].socket) missing.push_back(rank);
+    if (missing.empty()) return;
+    std::vector<int> watched{listener_.get()};
+    for (const Fd& socket : pending) watched.push_back(socket.get());
+    pause(watched, missing, "connect");
+    while (auto socket = accept_now(listener_)) pending.push_back(std::move(*socket));
+    for (Fd& socket : pending) {
+      auto greeting = receive_greeting(socket);
+      if (!greeting) {
+        if (is_gone(socket, Fd())) socket.reset();
+        continue;
+      }
+      // Anyone on the machine can connect; whoever lacks the secret is not a rank and is dropped.
+      const Hello& hello = greeting->hello;
+      const int rank = hello.rank;
+      if (hello.magic != kMagic || hello.secret != secret_ || hello.world != who_.world || rank <= who_.rank ||
+          rank >= who_.world || (*peers)[static_cast<size_t>(rank)].socket) {
+        socket.reset();
+        continue;
+      }
+      (*peers)[static_cast<size_t>(rank)].socket = std::move(socket);
+      try {
+        greet(rank, offer, (*peers)[static_cast<size_t>(rank)].socket);
+        adopt(std::move(*greeting), rank, peers);
+      } catch (const ShmUnavailable& error) {
+        blame(rank, error.what());
+      }
+    }
+    std::vector<Fd> rest;
+    for (Fd& socket : pending)
+      if (socket) rest.push_back(std::move(socket));
+    pending = std::move(rest);
+  }
+}
+
+void Handshake::collect_lower(std::vector<Peer>* peers) {
+  for (int rank = 0; rank < who_.rank; ++rank) {
+    Peer& peer = (*peers)[static_cast<size_t>(rank)];
+    for (;;) {
+      if (auto greeting = receive_greeting(peer.socket)) {
+        const Hello& hello = greeting->hello;
+        if (hello.magic != kMagic || hello.secret != secret_ || hello.rank != rank || hello.world != who_.world)
+          blame(rank, "its greeting is not the expected one");
+        try {
+          adopt(std::move(*greeting), rank, peers);
+        } catch (const ShmUnavailable& error) {
+          blame(rank, error.what());
+        }
+        break;
+      }
+      if (is_gone(peer.socket, Fd())) blame(rank, "it closed the connection");
+      pause({peer.socket.get()}, {rank}, "greet back");
+    }
+  }
+}
+
+void Handshake::adopt(Greeting greeting, int rank, std::vector<Peer>* peers) const {
+  Peer& peer = (*peers)[static_cast<size_t>(rank)];
+  if (!greeting.table || !greeting.arena)
+    throw ShmUnavailable("its memfds did not arrive with its greeting; are too many files open?");
+  PeerProcess process = peer_process(peer.socket);
+  if (process.uid != geteuid())
+    throw ShmUnavailable("its process belongs to user " + std::to_string(process.uid) + ", this one to user " +
+                         std::to_string(geteuid()));
+  peer.pid = greeting.hello.pid;
+  peer.pidfd = std::move(process.pidfd);
+  peer.table = Segment(greeting.table, greeting.hello.table_bytes);
+  peer.arena = Segment(greeting.arena, greeting.hello.arena_bytes);
+}
+
+void Handshake::blame(int rank, const std::string& what) const {
+  // What the other side says of itself is nearer to the cause than what this side sees of it.
+  if (bootstrap_.has(outcome_key(rank))) {
+    const std::string outcome = get(outcome_key(rank), rank);
+    if (is_failure(outcome)) throw ShmUnavailable(failure_in(outcome));
+  }
+  throw ShmUnavailable("rank " + std::to_string(who_.rank) + " with rank " + std::to_string(rank) + ": " + what);
+}
+
+void Handshake::pause(const std::vector<int>& descriptors, const std::vector<int>& missing, const std::string& step) {
+  const auto now = Clock::now();
+  if (poll_until(descriptors, std::min(deadline_, now + std::chrono::milliseconds(250)))) return;
+  for (const int rank : missing) {
+    if (!bootstrap_.has(outcome_key(rank))) continue;
+    const std::string outcome = get(outcome_key(rank), rank);
+    if (is_failure(outcome)) throw ShmUnavailable(failure_in(outcome));
+  }
+  if (Clock::now() < deadline_) return;
+  std::ostringstream text;
+  text << "waited " << static_cast<double>(timeout_.count()) / 1000.0 << " s for " << list(missing) << " to " << step
+       << " in the shared-memory handshake";
+  bootstrap_.set(outcome_key(who_.rank), kFailed + text.str());
+  fail(ErrorKind::timeout, who_, "", text.str() + "; look at " + list(missing) + ", or set a longer handshake timeout");
+}
+
+std::string Handshake::agree(const std::string& own_failure) {
+  bootstrap_.set(outcome_key(who_.rank), own_failure.empty() ? "ok" : kFailed + own_failure);
+  listener_.reset();
+  for (int rank = 0; rank < who_.world; ++rank) {
+    if (rank == who_.rank) {
+      if (!own_failure.empty()) return own_failure;
+      continue;
+    }
+    const std::string outcome = get(outcome_key(rank), rank);
+    if (is_failure(outcome)) return failure_in(outcome);
+  }
+  return "";
+}
+
+}  // namespace tide

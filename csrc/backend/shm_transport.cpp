@@ -1,0 +1,289 @@
+#include "shm_transport.h"
+
+#include <algorithm>
+#include <atomic>
+#include <iomanip>
+#include <mutex>
+#include <sstream>
+#include <thread>
+
+#include "../kernels/copy.h"
+#include "fork_guard.h"
+#include "futex.h"
+#include "memory_limit.h"
+#include "shm_arena.h"
+#include "shm_handshake.h"
+#include "shm_table.h"
+
+namespace tide {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How often a waiting rank looks up: for the caller's interrupt, dead peers and the deadline.
+constexpr milliseconds kTick{100};
+constexpr int kChecksBeforeSleep = 4;
+
+class ShmTransport : public Transport {
+ public:
+  ShmTransport(const Speaker& who, Segment table, std::shared_ptr<ShmArena> arena, std::vector<Peer> peers)
+      : who_(who), own_memory_(std::move(table)), arena_(std::move(arena)), peers_(std::move(peers)) {
+    for (int rank = 0; rank < who_.world; ++rank) {
+      const Segment& memory = rank == who_.rank ? own_memory_ : peers_[index(rank)].table;
+      tables_.emplace_back(memory.data(), who_.world);
+    }
+  }
+
+  // A peer that still waits for this rank learns at once that it has left.
+  ~ShmTransport() override {
+    if (guard_.in_child()) return;
+    if (own().state() == RankState::open) leave(RankState::closed, "");
+  }
+
+  const char* name() const override { return "shm"; }
+  int rank() const override { return who_.rank; }
+  int world() const override { return who_.world; }
+  std::shared_ptr<Arena> arena() override { return arena_; }
+
+  std::vector<std::string> exchange(Channel channel, uint64_t sequence, const std::string& mine,
+                                    const Wait& wait) override;
+  void complete(Channel channel, uint64_t sequence) override;
+  std::byte* address(int rank, int64_t offset, int64_t bytes) override;
+  void copy(std::byte* to, const std::byte* from, int64_t bytes) override { copy_bytes(to, from, bytes); }
+  void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
+  void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
+  void abort(const std::string& reason) override;
+
+ private:
+  static size_t index(int rank) { return static_cast<size_t>(rank); }
+  const Table& own() const { return tables_[index(who_.rank)]; }
+  const Table& table(int rank) const { return tables_[index(rank)]; }
+
+  void check_usable(const std::string& call) const;
+  void check_rank(int rank, const std::string& call) const;
+  void leave(RankState state, const std::string& reason);
+  std::string name_of(int rank) const;
+
+  // Sleeps until `arrived(rank)` holds for every rank of `missing`. `goal(rank)` says what is awaited.
+  template <class Arrived, class Goal>
+  void await(Channel channel, std::vector<int> missing, const Wait& wait, Arrived arrived, Goal goal) const;
+  // Why `rank` will never deliver, or "".
+  std::string lost(int rank) const;
+  template <class Goal>
+  std::string timeout_text(Clock::duration waited, const std::vector<int>& missing, Goal goal) const;
+
+  const Speaker who_;
+  const ForkGuard guard_;
+  const Segment own_memory_;
+  const std::shared_ptr<ShmArena> arena_;
+  const std::vector<Peer> peers_;
+  std::vector<Table> tables_;
+  std::mutex leaving_;
+};
+
+void ShmTransport::check_usable(const std::string& call) const {
+  if (guard_.in_child())
+    fail(ErrorKind::usage, who_, call, "the group was made before fork(); make a new group in the child process");
+  if (own().state() == RankState::aborted)
+    fail(ErrorKind::peer, who_, call, "the group was aborted: " + own().reason());
+}
+
+void ShmTransport::check_rank(int rank, const std::string& call) const {
+  if (rank < 0 || rank >= who_.world)
+    fail(ErrorKind::usage, who_, call,
+         "got rank " + std::to_string(rank) + ", expected 0 to " + std::to_string(who_.world - 1));
+}
+
+std::vector<std::string> ShmTransport::exchange(Channel channel, uint64_t sequence, const std::string& mine,
+                                                const Wait& wait) {
+  check_usable(wait.call);
+  if (static_cast<int64_t>(mine.size()) > kRecordBytes)
+    fail(ErrorKind::usage, who_, wait.call,
+         "a call record of " + std::to_string(mine.size()) + " bytes; at most " + std::to_string(kRecordBytes) + " fit");
+  own().publish(channel, sequence, mine);
+  std::vector<int> missing;
+  for (int step = 1; step < who_.world; ++step) {
+    const int peer = (who_.rank + step) % who_.world;
+    ring(table(peer).doorbell(channel));
+    missing.push_back(peer);
+  }
+  std::vector<std::string> records(static_cast<size_t>(who_.world));
+  records[index(who_.rank)] = mine;
+  const auto arrived = [&](int peer) {
+    // In this order: while this rank has not published the next call, no peer that takes part in this one can
+    // have gone beyond it and reused its record.
+    const auto published = table(peer).published(channel);
+    if (auto record = table(peer).record(channel, sequence)) {
+      records[index(peer)] = std::move(*record);
+      return true;
+    }
+    if (published && *published > sequence)
+      fail(ErrorKind::peer, who_, wait.call,
+           name_of(peer) + " is at " + to_string(channel) + " #" + std::to_string(*published) + ", this rank at #" +
+               std::to_string(sequence) + "; the ranks made different calls on this group");
+    return false;
+  };
+  await(channel, missing, wait, arrived, [&](int) { return "its record of call #" + std::to_string(sequence); });
+  return records;
+}
+
+void ShmTransport::complete(Channel channel, uint64_t sequence) {
+  if (!guard_.in_child()) own().complete(channel, sequence);
+}
+
+std::byte* ShmTransport::address(int rank, int64_t offset, int64_t bytes) {
+  check_rank(rank, "");
+  const int64_t size = rank == who_.rank ? arena_->bytes() : peers_[index(rank)].arena.bytes();
+  if (offset < 0 || bytes < 0 || bytes > size || offset > size - bytes)
+    fail(ErrorKind::usage, who_, "",
+         "bytes [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) + ") are not in the segment of rank " +
+             std::to_string(rank) + ", which has " + std::to_string(size) + " bytes");
+  return (rank == who_.rank ? arena_->data() : peers_[index(rank)].arena.data()) + offset;
+}
+
+void ShmTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) {
+  check_usable("");
+  check_rank(peer, "");
+  table(peer).flag(channel, flag, who_.rank).store(value, std::memory_order_seq_cst);
+  ring(table(peer).doorbell(channel));
+}
+
+void ShmTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) {
+  check_usable(wait.call);
+  check_rank(peer, wait.call);
+  const std::atomic<uint64_t>& word = own().flag(channel, flag, peer);
+  if (word.load(std::memory_order_seq_cst) >= value) return;
+  await(
+      channel, {peer}, wait, [&](int) { return word.load(std::memory_order_seq_cst) >= value; },
+      [&](int) {
+        return std::string("its ") + to_string(flag) + " flag to reach " + std::to_string(value) + " (it is at " +
+               std::to_string(word.load(std::memory_order_relaxed)) + ")";
+      });
+}
+
+template <class Arrived, class Goal>
+void ShmTransport::await(Channel channel, std::vector<int> missing, const Wait& wait, Arrived arrived,
+                         Goal goal) const {
+  const auto look = [&] {
+    missing.erase(std::remove_if(missing.begin(), missing.end(), arrived), missing.end());
+    return missing.empty();
+  };
+  for (int i = 0; i < kChecksBeforeSleep; ++i) {
+    if (look()) return;
+    std::this_thread::yield();
+  }
+  Doorbell& bell = own().doorbell(channel);
+  const auto start = Clock::now();
+  auto next_tick = start + kTick;
+  for (;;) {
+    // The registration comes before the last look, and every change before its ring: see ring().
+    bell.waiters.fetch_add(1, std::memory_order_seq_cst);
+    const struct Leave {
+      Doorbell& bell;
+      ~Leave() { bell.waiters.fetch_sub(1, std::memory_order_relaxed); }
+    } leave{bell};
+    const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
+    if (look()) return;
+    check_usable(wait.call);
+    bool someone_left = false;
+    for (const int rank : missing) someone_left |= table(rank).state() != RankState::open;
+    auto now = Clock::now();
+    if (!someone_left && now < next_tick && now < wait.deadline) {
+      futex_wait(bell.rings, seen, std::min(next_tick, wait.deadline) - now);
+      continue;
+    }
+    next_tick = now + kTick;
+    if (wait.interrupted) wait.interrupted();
+    for (const int rank : std::vector<int>(missing)) {
+      const std::string why = lost(rank);
+      if (why.empty()) continue;
+      if (look()) return;  // it delivered before it left
+      if (std::find(missing.begin(), missing.end(), rank) == missing.end()) continue;
+      fail(ErrorKind::peer, who_, wait.call,
+           why + " while this rank waited for " + goal(rank) + " (" + table(rank).last_calls() + ")");
+    }
+    now = Clock::now();
+    if (now >= wait.deadline && !look())
+      fail(ErrorKind::timeout, who_, wait.call, timeout_text(now - start, missing, goal));
+  }
+}
+
+std::string ShmTransport::name_of(int rank) const {
+  const std::string name = "rank " + std::to_string(rank);
+  return rank == who_.rank ? name : name + " (pid " + std::to_string(peers_[index(rank)].pid) + ")";
+}
+
+std::string ShmTransport::lost(int rank) const {
+  if (rank == who_.rank) return "";
+  switch (table(rank).state()) {
+    case RankState::aborted:
+      return name_of(rank) + " aborted: " + table(rank).reason() + ";";
+    case RankState::closed:
+      return name_of(rank) + " left the group";
+    case RankState::open:
+      break;
+  }
+  const Peer& peer = peers_[index(rank)];
+  return is_gone(peer.socket, peer.pidfd) ? name_of(rank) + " exited" : "";
+}
+
+template <class Goal>
+std::string ShmTransport::timeout_text(Clock::duration waited, const std::vector<int>& missing, Goal goal) const {
+  std::ostringstream text;
+  text << "waited " << std::fixed << std::setprecision(1) << std::chrono::duration<double>(waited).count() << " s for ";
+  for (size_t i = 0; i < missing.size(); ++i)
+    text << (i == 0 ? "" : ", ") << name_of(missing[i]) << " (" << table(missing[i]).last_calls() << ")";
+  text << ": " << goal(missing.front());
+  for (int rank = 0; rank < who_.world; ++rank) {
+    if (std::find(missing.begin(), missing.end(), rank) != missing.end()) continue;
+    if (const std::string why = lost(rank); !why.empty()) text << "; meanwhile " << why;
+  }
+  text << "; look at " << (missing.size() == 1 ? "that rank" : "those ranks") << " or set a longer timeout";
+  return text.str();
+}
+
+void ShmTransport::abort(const std::string& reason) {
+  if (guard_.in_child()) return;
+  leave(RankState::aborted, reason);
+}
+
+void ShmTransport::leave(RankState state, const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(leaving_);
+  if (own().state() != RankState::open) return;  // the first reason stands
+  own().leave(state, reason);
+  for (const Table& peer : tables_)
+    for (int channel = 0; channel < kChannels; ++channel) ring(peer.doorbell(static_cast<Channel>(channel)));
+}
+
+}  // namespace
+
+ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions& options) {
+  Handshake handshake(who, bootstrap, options.handshake_timeout);
+  Offer offer;
+  Segment table;
+  std::shared_ptr<ShmArena> arena;
+  std::string failure;
+  try {
+    offer.table_bytes = Table::bytes(who.world);
+    offer.arena_bytes = mappable_bytes(options.arena_bytes > 0 ? options.arena_bytes : memory_bound(), who.world);
+    offer.table = create_memfd("tide-table", offer.table_bytes);
+    offer.arena = create_memfd("tide-arena", offer.arena_bytes);
+    table = Segment(offer.table, offer.table_bytes);
+    arena = std::make_shared<ShmArena>(offer.arena, offer.arena_bytes, who.world);
+  } catch (const ShmUnavailable& error) {
+    failure = error.what();
+    offer = Offer{};  // the store may need the descriptors
+  }
+  if (std::string reason = handshake.meet(failure); !reason.empty()) return {nullptr, reason};
+
+  std::vector<Peer> peers;
+  try {
+    peers = handshake.swap(offer);
+  } catch (const ShmUnavailable& error) {
+    failure = error.what();
+  }
+  if (std::string reason = handshake.agree(failure); !reason.empty()) return {nullptr, reason};
+  return {std::make_shared<ShmTransport>(who, std::move(table), std::move(arena), std::move(peers)), ""};
+}
+
+}  // namespace tide

@@ -79,6 +79,14 @@ std::pair<bool, std::string> Engine::shared_memory() const {
   return {transport_ != nullptr, no_transport_};
 }
 
+Selection Engine::preselect(const Request& request) const {
+  Capabilities capabilities;
+  std::lock_guard<std::mutex> lock(mutex_);
+  capabilities.shared_memory = transport_ != nullptr;
+  capabilities.no_memory_reason = no_transport_;
+  return select(capabilities, request);
+}
+
 std::shared_ptr<Arena> Engine::arena_if_connected() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return transport_ ? transport_->arena() : nullptr;

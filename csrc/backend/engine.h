@@ -53,7 +53,12 @@ class Engine {
   // that nothing was moved and the inner backend has to do the call.
   Selection run(const CollectiveCall& call, uint64_t ticket, const Wait& wait);
 
-  // Connects if that has not happened yet (collective), and gives the arena, or null and why there is none.
+  // Makes the group's shared memory if that has not happened yet; collective at the first call.
+  void connect();
+  // Which way a call would go by what the group knows so far; the answer is final when it is Path::inner.
+  Selection preselect(const Request& request) const;
+
+  // Connects, and gives the arena, or null and why there is none.
   std::shared_ptr<Arena> arena(std::string* why);
   bool connected() const;
   // (shared memory in use, why not)
@@ -66,7 +71,6 @@ class Engine {
   void shutdown();
 
  private:
-  void connect();
   Selection carry_out(const CollectiveCall& call, uint64_t ticket, const Wait& wait);
   std::shared_ptr<const Plan> plan(const Request& request, Path path);
   void poison(const std::string& reason);

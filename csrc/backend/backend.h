@@ -1,0 +1,130 @@
+// The torch.distributed backend: turns tensors into requests for the engine and hands everything that tide does not
+// do itself to an inner backend of the tensors' device (gloo, nccl).
+//
+// Only the old virtual names are overridden: newer PyTorch forwards its new names to them, so one source serves
+// every supported version.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <map>
+
+#include "engine.h"
+#include "layout_table.h"
+#include "options.h"
+
+namespace tide {
+
+class TideBackend : public c10d::Backend {
+ public:
+  using InnerPtr = c10::intrusive_ptr<c10d::Backend>;
+  using InnerFactory = std::function<InnerPtr(const std::string& device_type)>;
+  using Interrupted = std::function<void()>;
+
+  TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<BackendOptions> options,
+              InnerFactory make_inner, Interrupted interrupted);
+  ~TideBackend() override;
+
+  const std::string getBackendName() const override { return "tide"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions();
+
+  // The three collectives that tide carries.
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& out_splits,
+                                               std::vector<int64_t>& in_splits,
+                                               const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& opts) override;
+
+  // Everything else, in backend_inner.cpp.
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                                     const c10d::AllreduceCoalescedOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                        std::vector<at::Tensor>& inputs, const c10d::GatherOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
+                                         std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& o) override;
+  void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return calls_; }
+  void setTimeout(std::chrono::milliseconds timeout);
+  void abort();
+  void shutdown();
+
+  // The arena, for the FSDP2 seam and for callers that want zero-copy outputs. slot() connects the group
+  // (collective at the first call); nothing when there is no shared memory or no memory (`reason` says which).
+  std::optional<at::Tensor> slot(int64_t bytes, std::string* reason);
+  bool in_arena(const at::Tensor& tensor) const;
+  std::pair<bool, std::string> connect();
+
+  Engine& engine() { return *engine_; }
+  const InnerPtr& inner(c10::DeviceType device);
+
+ private:
+  // What one call needs beyond its plan.
+  struct Issue {
+    CollectiveCall call;
+    std::vector<at::Tensor> hold;     // everything the call reads or writes
+    std::vector<at::Tensor> outputs;  // result of the Work
+    std::function<void()> after;      // once the data is there (copy back of a repaired output)
+    std::function<c10::intrusive_ptr<c10d::Work>()> inner;  // the same call on the inner backend
+    c10d::OpType op = c10d::OpType::UNKNOWN;
+    bool async = false;
+    std::chrono::milliseconds timeout{0};
+    std::string label;
+    int64_t bytes = 0, repair_copies = 0;
+  };
+  c10::intrusive_ptr<c10d::Work> issue(Issue issue);
+  Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
+  at::Tensor repaired(const at::Tensor& tensor, Issue& issue) const;
+  at::Tensor repaired_output(at::Tensor& output, Issue& issue) const;
+  std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds given) const;
+  void check_process(const char* what) const;
+
+  c10::intrusive_ptr<BackendOptions> options_;
+  InnerFactory make_inner_;
+  Interrupted interrupted_;
+  std::mutex inner_mutex_;
+  std::map<c10::DeviceType, InnerPtr> inner_;
+  std::shared_ptr<Engine> engine_;
+  std::atomic<uint64_t> calls_{0};
+  pid_t owner_;
+};
+
+// The calls with a layout, done by the inner backend with packing and unpacking around it, for groups that cannot
+// share memory. Slow and always right. In layout_fallback.cpp.
+c10::intrusive_ptr<c10d::Work> gather_by_packing(c10d::Backend& inner, at::Tensor& output, at::Tensor& input,
+                                                 const AppliedLayout& applied, const c10d::AllgatherOptions& opts);
+c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tensor& output, at::Tensor& input,
+                                                  const std::optional<AppliedLayout>& applied, double scale,
+                                                  const c10d::ReduceScatterOptions& opts);
+
+}  // namespace tide

@@ -1,0 +1,187 @@
+// What tide leaves to the inner backend of the tensors' device, and the calls built from the three it carries.
+#include "backend.h"
+#include "work.h"
+
+namespace tide {
+
+namespace {
+
+c10::DeviceType device_of(const std::vector<at::Tensor>& tensors) {
+  return tensors.empty() ? c10::DeviceType::CPU : tensors.front().device().type();
+}
+
+c10::DeviceType device_of(const std::vector<std::vector<at::Tensor>>& lists, const std::vector<at::Tensor>& tensors) {
+  if (!tensors.empty()) return device_of(tensors);
+  return lists.empty() ? c10::DeviceType::CPU : device_of(lists.front());
+}
+
+}  // namespace
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+WorkPtr TideBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK(outputs.size() == inputs.size(), "tide: all_gather_into_tensor_coalesced: got ", outputs.size(),
+              " outputs and ", inputs.size(), " inputs; expected as many of each");
+  std::vector<WorkPtr> works;
+  for (size_t i = 0; i < outputs.size(); ++i) works.push_back(_allgather_base(outputs[i], inputs[i], opts));
+  return c10::make_intrusive<GroupWork>(getRank(), std::move(works), outputs);
+}
+
+WorkPtr TideBackend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                                     const c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK(outputs.size() == inputs.size(), "tide: reduce_scatter_tensor_coalesced: got ", outputs.size(),
+              " outputs and ", inputs.size(), " inputs; expected as many of each");
+  std::vector<WorkPtr> works;
+  for (size_t i = 0; i < outputs.size(); ++i) works.push_back(_reduce_scatter_base(outputs[i], inputs[i], opts));
+  return c10::make_intrusive<GroupWork>(getRank(), std::move(works), outputs);
+}
+
+// Lists of tensors as one exchange of flat pieces; gloo has no list form of its own.
+WorkPtr TideBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                              const c10d::AllToAllOptions& opts) {
+  if (device_of(outputs) != c10::DeviceType::CPU) return inner(device_of(outputs))->alltoall(outputs, inputs, opts);
+  const auto world = static_cast<size_t>(getSize());
+  TORCH_CHECK(outputs.size() == world && inputs.size() == world, "tide: all_to_all: got ", outputs.size(),
+              " output and ", inputs.size(), " input tensors; expected ", world, " of each, one per rank");
+  std::vector<int64_t> out_splits, in_splits;
+  std::vector<at::Tensor> flat;
+  int64_t received = 0;
+  for (size_t r = 0; r < world; ++r) {
+    flat.push_back(inputs[r].reshape({-1}));
+    in_splits.push_back(inputs[r].numel());
+    out_splits.push_back(outputs[r].numel());
+    received += outputs[r].numel();
+  }
+  at::Tensor packed = at::cat(flat), unpacked = at::empty({received}, outputs[0].options());
+  auto done = alltoall_base(unpacked, packed, out_splits, in_splits, opts);
+  // Unpacking needs the data, so the call is over when it returns, also when it was asked to be asynchronous.
+  done->wait();
+  int64_t at = 0;
+  for (size_t r = 0; r < world; ++r) {
+    outputs[r].copy_(unpacked.narrow(0, at, out_splits[r]).view(outputs[r].sizes()));
+    at += out_splits[r];
+  }
+  return c10::make_intrusive<GroupWork>(getRank(), std::vector<WorkPtr>{done}, outputs);
+}
+
+WorkPtr TideBackend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& o) {
+  check_process("broadcast");
+  return inner(device_of(tensors))->broadcast(tensors, o);
+}
+
+WorkPtr TideBackend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& o) {
+  check_process("all_reduce");
+  return inner(device_of(tensors))->allreduce(tensors, o);
+}
+
+WorkPtr TideBackend::allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& o) {
+  return inner(device_of(tensors))->allreduce_sparse(tensors, o);
+}
+
+WorkPtr TideBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& o) {
+  return inner(device_of(tensors))->allreduce_coalesced(tensors, o);
+}
+
+WorkPtr TideBackend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& o) {
+  return inner(device_of(tensors))->reduce(tensors, o);
+}
+
+WorkPtr TideBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                               const c10d::AllgatherOptions& o) {
+  check_process("all_gather");
+  return inner(device_of(outputs, inputs))->allgather(outputs, inputs, o);
+}
+
+WorkPtr TideBackend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                         std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& o) {
+  return inner(device_of(outputs, inputs))->allgather_coalesced(outputs, inputs, o);
+}
+
+WorkPtr TideBackend::gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                            const c10d::GatherOptions& o) {
+  return inner(device_of(outputs, inputs))->gather(outputs, inputs, o);
+}
+
+WorkPtr TideBackend::scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                             const c10d::ScatterOptions& o) {
+  return inner(device_of(inputs, outputs))->scatter(outputs, inputs, o);
+}
+
+WorkPtr TideBackend::reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                                    const c10d::ReduceScatterOptions& o) {
+  return inner(device_of(inputs, outputs))->reduce_scatter(outputs, inputs, o);
+}
+
+WorkPtr TideBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
+  check_process("send");
+  return inner(device_of(tensors))->send(tensors, to, tag);
+}
+
+WorkPtr TideBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
+  check_process("recv");
+  return inner(device_of(tensors))->recv(tensors, from, tag);
+}
+
+WorkPtr TideBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  return inner(device_of(tensors))->recvAnysource(tensors, tag);
+}
+
+WorkPtr TideBackend::barrier(const c10d::BarrierOptions& o) {
+  check_process("barrier");
+  auto device = o.device ? o.device->type() : c10::DeviceType::CPU;
+  if (!o.device_ids.empty()) device = c10::DeviceType::CUDA;
+  return inner(device)->barrier(o);
+}
+
+void TideBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) {
+  inner(c10::DeviceType::CPU)->monitoredBarrier(o, wait_all_ranks);
+}
+
+void TideBackend::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+#ifdef C10D_BACKEND_HAS_HOOKS
+  for (auto& [device, backend] : inner_) backend->setTimeout(timeout);
+#endif
+}
+
+void TideBackend::abort() {
+  engine_->abort("the process group was aborted on rank " + std::to_string(getRank()));
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  for (auto& [device, backend] : inner_) backend->abort();
+}
+
+void TideBackend::shutdown() {
+  if (owner_ != getpid()) return;
+  engine_->shutdown();
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  for (auto& [device, backend] : inner_) backend->shutdown();
+  inner_.clear();
+}
+
+std::pair<bool, std::string> TideBackend::connect() {
+  check_process("connect");
+  engine_->connect();
+  return engine_->shared_memory();
+}
+
+std::optional<at::Tensor> TideBackend::slot(int64_t bytes, std::string* reason) {
+  check_process("slot");
+  auto arena = engine_->arena(reason);
+  if (!arena) return std::nullopt;
+  const auto window = arena->acquire(std::max<int64_t>(bytes, 1), reason);
+  if (!window) return std::nullopt;
+  // The arena lives at least as long as the last tensor in it, whatever becomes of the group.
+  return at::from_blob(
+      arena->address(*window), {bytes}, [arena, window = *window](void*) { arena->release(window); },
+      at::TensorOptions().dtype(at::kByte));
+}
+
+bool TideBackend::in_arena(const at::Tensor& tensor) const {
+  const auto arena = engine_->arena_if_connected();
+  return arena && tensor.is_cpu() && tensor.numel() > 0 &&
+         arena->offset_of(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes())).has_value();
+}
+
+}  // namespace tide

@@ -1,0 +1,89 @@
+#include "env.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "error.h"
+
+namespace tide {
+
+namespace {
+
+constexpr const char* kBuildVariable = "TIDE_CUDA";
+
+[[noreturn]] void bad(const EnvVariable& variable, const std::string& value) {
+  throw Error(ErrorKind::usage, std::string("tide: environment variable ") + variable.name + "=" + value +
+                                    " is not allowed; expected " + variable.allowed + "; it sets " + variable.meaning);
+}
+
+const EnvVariable& find(const char* name) {
+  for (const auto& variable : env_table()) {
+    if (std::strcmp(variable.name, name) == 0) return variable;
+  }
+  throw Error(ErrorKind::usage, std::string("tide: no such environment variable: ") + name);
+}
+
+int64_t number(const char* name, int64_t smallest) {
+  const EnvVariable& variable = find(name);
+  const char* set = std::getenv(name);
+  const std::string text = set ? set : variable.standard;
+  char* end = nullptr;
+  const long long value = std::strtoll(text.c_str(), &end, 10);
+  if (text.empty() || *end != '\0' || value < smallest) bad(variable, text);
+  return value;
+}
+
+bool flag(const char* name) {
+  const EnvVariable& variable = find(name);
+  const char* set = std::getenv(name);
+  const std::string text = set ? set : variable.standard;
+  if (text != "0" && text != "1") bad(variable, text);
+  return text == "1";
+}
+
+void reject_unknown() {
+  for (char** entry = environ; entry && *entry; ++entry) {
+    if (std::strncmp(*entry, "TIDE_", 5) != 0) continue;
+    const std::string name(*entry, std::strcspn(*entry, "="));
+    if (name == kBuildVariable) continue;
+    bool known = false;
+    for (const auto& variable : env_table()) known = known || name == variable.name;
+    if (known) continue;
+    std::string all;
+    for (const auto& variable : env_table()) all += std::string(all.empty() ? "" : ", ") + variable.name;
+    throw Error(ErrorKind::usage, "tide: environment variable " + name + " does not exist; expected one of " + all +
+                                      "; correct or unset it");
+  }
+}
+
+}  // namespace
+
+const std::vector<EnvVariable>& env_table() {
+  static const std::vector<EnvVariable> table = {
+      {"TIDE_ARENA_BYTES", "upper bound of the memory of one rank and group that peers can write", "0 or more; 0: the "
+       "machine's or cgroup's memory", "0"},
+      {"TIDE_STAGING_BYTES", "budget of one rank's staging window, whatever the number of ranks", "65536 or more",
+       "4194304"},
+      {"TIDE_HANDSHAKE_SECONDS", "how long ranks that have all arrived may take to share memory", "1 or more", "20"},
+      {"TIDE_RECORDED_CALLS", "length of the ring of recent calls", "1 or more", "1000"},
+      {"TIDE_SHARED_MEMORY", "0 hands every CPU collective to the inner backend", "0 or 1", "1"},
+      {"TIDE_FSDP2", "0 leaves FSDP2 untouched; plain collectives still go through tide", "0 or 1", "1"},
+  };
+  return table;
+}
+
+Env read_env() {
+  reject_unknown();
+  Env env{};
+  env.arena_bytes = number("TIDE_ARENA_BYTES", 0);
+  env.staging_bytes = number("TIDE_STAGING_BYTES", 65536);
+  env.handshake_seconds = number("TIDE_HANDSHAKE_SECONDS", 1);
+  env.recorded_calls = number("TIDE_RECORDED_CALLS", 1);
+  env.shared_memory = flag("TIDE_SHARED_MEMORY");
+  env.fsdp2 = flag("TIDE_FSDP2");
+  return env;
+}
+
+}  // namespace tide

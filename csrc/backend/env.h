@@ -1,0 +1,34 @@
+// The only place that reads the environment. README's table is checked against this one.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tide {
+
+struct EnvVariable {
+  const char* name;
+  const char* meaning;
+  const char* allowed;
+  const char* standard;  // default
+};
+
+// Every TIDE_* variable that the running library reads (TIDE_CUDA is read by setup.py alone).
+const std::vector<EnvVariable>& env_table();
+
+// Values as read when a group is made; immutable afterwards.
+struct Env {
+  int64_t arena_bytes;        // TIDE_ARENA_BYTES
+  int64_t staging_bytes;      // TIDE_STAGING_BYTES
+  int64_t handshake_seconds;  // TIDE_HANDSHAKE_SECONDS
+  int64_t recorded_calls;     // TIDE_RECORDED_CALLS
+  bool shared_memory;         // TIDE_SHARED_MEMORY
+  bool fsdp2;                 // TIDE_FSDP2
+};
+
+// Throws Error(usage) naming the variable for a value that is not allowed, and for a TIDE_* variable that does
+// not exist (a misspelt one would otherwise be silently ignored).
+Env read_env();
+
+}  // namespace tide

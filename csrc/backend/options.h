@@ -1,0 +1,32 @@
+// Options of one tide group. argument > environment > default.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "env.h"
+
+namespace tide {
+
+struct BackendOptions : public c10d::Backend::Options {
+  BackendOptions() : c10d::Backend::Options("tide") {
+    const Env env = read_env();
+    arena_bytes = env.arena_bytes;
+    staging_bytes = env.staging_bytes;
+    handshake_seconds = env.handshake_seconds;
+    recorded_calls = env.recorded_calls;
+    shared_memory = env.shared_memory;
+  }
+#ifdef C10D_BACKEND_HAS_HOOKS
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
+#endif
+
+  int64_t arena_bytes = 0;
+  int64_t staging_bytes = 0;
+  int64_t handshake_seconds = 0;
+  int64_t recorded_calls = 0;
+  bool shared_memory = true;
+};
+
+}  // namespace tide

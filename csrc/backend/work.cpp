@@ -1,0 +1,94 @@
+#include "work.h"
+
+#include <ATen/core/ivalue.h>
+
+namespace tide {
+
+namespace {
+constexpr auto kTick = std::chrono::milliseconds(100);
+}
+
+Work::Work(int rank, c10d::OpType op, std::vector<at::Tensor> outputs, uint64_t sequence,
+           std::function<void()> interrupted)
+    : c10d::Work(rank, op),
+      outputs_(std::move(outputs)),
+      sequence_(sequence),
+      interrupted_(std::move(interrupted)),
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+void Work::finish_call(std::exception_ptr error) {
+  finish(error);
+  if (error) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+}
+
+bool Work::wait(std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!completed_) {
+    auto slice = kTick;
+    if (timeout != kNoTimeout) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+      TORCH_CHECK(left.count() > 0, "tide: Work.wait: the call is not over after ", timeout.count(),
+                  " ms; it goes on; wait longer or look at tide_backend.report()");
+      slice = std::min(slice, left);
+    }
+    if (cv_.wait_for(lock, slice) == std::cv_status::timeout && !completed_ && interrupted_) {
+      lock.unlock();
+      interrupted_();
+      lock.lock();
+    }
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+GroupWork::GroupWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs)
+    : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)), outputs_(std::move(outputs)) {}
+
+bool GroupWork::isCompleted() {
+  for (const auto& work : works_) {
+    if (!work->isCompleted()) return false;
+  }
+  return true;
+}
+
+bool GroupWork::isSuccess() const {
+  for (const auto& work : works_) {
+    if (!work->isSuccess()) return false;
+  }
+  return true;
+}
+
+std::exception_ptr GroupWork::exception() const {
+  for (const auto& work : works_) {
+    if (auto error = work->exception()) return error;
+  }
+  return nullptr;
+}
+
+bool GroupWork::wait(std::chrono::milliseconds timeout) {
+  bool all = true;
+  for (const auto& work : works_) all = work->wait(timeout) && all;
+  return all;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(
+      c10::ListType::create(c10::TensorType::get())));
+  for (const auto& work : works_) futures.push_back(work->getFuture());
+  auto joined = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  c10::collectAll(futures)->addCallback([joined, outputs = outputs_](c10::ivalue::Future& all) {
+    if (all.hasError()) {
+      joined->setError(all.exception_ptr());
+    } else {
+      joined->markCompleted(c10::IValue(outputs));
+    }
+  });
+  return joined;
+}
+
+}  // namespace tide

@@ -1,0 +1,48 @@
+// The handle of one collective that tide carries. CPU: complete when the data is there.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <functional>
+
+namespace tide {
+
+class Work : public c10d::Work {
+ public:
+  // `outputs` live as long as the handle; `interrupted` is called every 100 ms of wait() and throws on Ctrl-C.
+  Work(int rank, c10d::OpType op, std::vector<at::Tensor> outputs, uint64_t sequence,
+       std::function<void()> interrupted);
+
+  void finish_call(std::exception_ptr error);
+
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  uint64_t sequence_;
+  std::function<void()> interrupted_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// Several handles as one, for the coalesced calls.
+class GroupWork : public c10d::Work {
+ public:
+  GroupWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs);
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::vector<at::Tensor> outputs_;
+};
+
+}  // namespace tide

@@ -1,0 +1,99 @@
+"""Registers backend "tide" and makes one for each process group."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEVICES = ["cpu", "cuda"]
+
+
+def load_extension() -> ModuleType:
+    """The compiled module.
+
+    Raises:
+        ImportError: it is not built, or was built for another torch; says both versions and the remedy.
+    """
+    remedy = "build it with: pip install --no-build-isolation -e . (or: bash ci/quickstart.sh)"
+    try:
+        from . import _build
+    except ImportError:
+        _build = None  # a module built without setup.py's stamp; TORCH_VERSION below still tells
+    built = getattr(_build, "TORCH_VERSION", None)
+    if built is not None and built != torch.__version__:
+        raise ImportError(
+            f"tide_backend was built for torch {built} and is imported under torch {torch.__version__}; "
+            f"each build fits exactly one torch: {remedy}"
+        )
+    try:
+        return importlib.import_module("tide_backend._C")
+    except ImportError as error:
+        raise ImportError(
+            f"tide_backend's compiled module does not load under torch {torch.__version__}: {error}; {remedy}"
+        ) from error
+
+
+def register() -> None:
+    """Register "tide" with ``torch.distributed``; calling it again changes nothing."""
+    if hasattr(dist.Backend, "TIDE"):
+        return
+    dist.Backend.register_backend("tide", _create, extended_api=True, devices=list(DEVICES))
+
+
+def _create(opts: Any, pg_options: Any) -> Any:
+    """Called by torch.distributed, once per process group.
+
+    Args:
+        opts: store, group_rank, group_size, timeout, group_id and global_ranks_in_group of the group.
+        pg_options: a :class:`tide_backend.Options` or None (defaults: the environment, see README).
+
+    Raises:
+        TypeError: options of another backend.
+    """
+    from . import _C, fsdp2
+
+    if pg_options is None:
+        pg_options = _C.Options()
+    elif not isinstance(pg_options, _C.Options):
+        raise TypeError(
+            f'pg_options of backend "tide": got {type(pg_options).__name__}, expected tide_backend.Options; '
+            "pass that, or none"
+        )
+    pg_options.group_name = str(opts.group_id)
+    pg_options.global_ranks_in_group = list(opts.global_ranks_in_group)
+    pg_options._timeout = opts.timeout
+
+    def inner(device: str) -> Any:
+        return _inner_backend(device, opts)
+
+    # Each group has keys of its own in the store, so that a restart or a second group never meets them.
+    store = dist.PrefixStore("tide/", opts.store)
+    backend = _C.TideBackend(store, opts.group_rank, opts.group_size, pg_options, inner)
+    # gloo connects all pairs when it is made, so that happens here, where every rank is: a first use by two ranks
+    # of four (send and recv) could not make it.
+    backend.connect_inner("cpu")
+    if _C.env()["fsdp2"]:
+        fsdp2.install()
+    return backend
+
+
+def _inner_backend(device: str, opts: Any) -> Any:
+    """The backend of `device` tensors for what tide does not do itself."""
+    store = dist.PrefixStore(f"tide-inner-{device}/", opts.store)
+    timeout: timedelta = opts.timeout
+    if device == "cpu":
+        if not dist.is_gloo_available():
+            raise RuntimeError("tide needs gloo for CPU tensors, and this torch has none")
+        return dist.ProcessGroupGloo(store, opts.group_rank, opts.group_size, timeout=timeout)
+    if device == "cuda":
+        if not dist.is_nccl_available():
+            raise RuntimeError("tide hands CUDA tensors to nccl, and this torch has none")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, opts.group_rank, opts.group_size, options)
+    raise RuntimeError(f'tide has no inner backend for "{device}" tensors; expected cpu or cuda')

@@ -1,7 +1,6 @@
 // A file descriptor that closes itself.
 #pragma once
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <utility>
@@ -22,8 +21,6 @@ class Fd {
   }
   ~Fd() { reset(); }
 
-  // Empty when the system refuses.
-  Fd duplicate() const { return Fd(::fcntl(fd_, F_DUPFD_CLOEXEC, 0)); }
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
   void reset() {

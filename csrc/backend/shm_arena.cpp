@@ -21,8 +21,8 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 
 }  // namespace
 
-ShmArena::ShmArena(const Fd& memfd, int64_t bytes, int ranks_here)
-    : memfd_(memfd.duplicate()), segment_(memfd_, bytes), ranks_here_(ranks_here) {}
+ShmArena::ShmArena(Fd memfd, int64_t bytes, int ranks_here)
+    : memfd_(std::move(memfd)), segment_(memfd_, bytes), ranks_here_(ranks_here) {}
 
 std::optional<Window> ShmArena::acquire(int64_t bytes, std::string* why) {
   const auto refuse = [&](const std::string& reason) -> std::optional<Window> {

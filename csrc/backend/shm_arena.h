@@ -14,7 +14,7 @@ namespace tide {
 class ShmArena : public Arena {
  public:
   // `ranks_here`: how many ranks of this machine may grow at the same time, for the margin.
-  ShmArena(const Fd& memfd, int64_t bytes, int ranks_here);
+  ShmArena(Fd memfd, int64_t bytes, int ranks_here);
 
   std::optional<Window> acquire(int64_t bytes, std::string* why) override;
   void release(const Window& window) override;
@@ -23,6 +23,7 @@ class ShmArena : public Arena {
   int64_t bytes_in_use() const override;
   int64_t bytes_committed() const override;
 
+  const Fd& memfd() const { return memfd_; }
   std::byte* data() const { return segment_.data(); }
   int64_t bytes() const { return segment_.bytes(); }
 

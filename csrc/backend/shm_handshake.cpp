@@ -13,6 +13,12 @@ constexpr uint32_t kMagic = 0x74696465;  // "tide"
 const char* const kProtocol = "shm-1";
 const char* const kFailed = "failed: ";
 
+// A reason that names its rank already.
+class Blamed : public ShmUnavailable {
+ public:
+  using ShmUnavailable::ShmUnavailable;
+};
+
 std::string contact_key(int rank) { return "shm/contact/" + std::to_string(rank); }
 std::string outcome_key(int rank) { return "shm/outcome/" + std::to_string(rank); }
 
@@ -110,9 +116,15 @@ std::string Handshake::meet(std::string own_failure) {
 std::vector<Peer> Handshake::swap(const Offer& offer) {
   std::vector<Peer> peers(static_cast<size_t>(who_.world));
   // No rank waits for another before all its own connections and greetings to lower ranks are out: no cycle.
-  connect_lower(offer, &peers);
-  accept_higher(offer, &peers);
-  collect_lower(&peers);
+  try {
+    connect_lower(offer, &peers);
+    accept_higher(offer, &peers);
+    collect_lower(&peers);
+  } catch (const Blamed&) {
+    throw;
+  } catch (const ShmUnavailable& error) {
+    throw ShmUnavailable("rank " + std::to_string(who_.rank) + ": " + error.what());
+  }
   return peers;
 }
 
@@ -214,18 +226,19 @@ void Handshake::blame(int rank, const std::string& what) const {
   // What the other side says of itself is nearer to the cause than what this side sees of it.
   if (bootstrap_.has(outcome_key(rank))) {
     const std::string outcome = get(outcome_key(rank), rank);
-    if (is_failure(outcome)) throw ShmUnavailable(failure_in(outcome));
+    if (is_failure(outcome)) throw Blamed(failure_in(outcome));
   }
-  throw ShmUnavailable("rank " + std::to_string(who_.rank) + " with rank " + std::to_string(rank) + ": " + what);
+  throw Blamed("rank " + std::to_string(who_.rank) + " with rank " + std::to_string(rank) + ": " + what);
 }
 
 void Handshake::pause(const std::vector<int>& descriptors, const std::vector<int>& missing, const std::string& step) {
-  const auto now = Clock::now();
-  if (poll_until(descriptors, std::min(deadline_, now + std::chrono::milliseconds(250)))) return;
+  const auto soon = Clock::now() + std::chrono::milliseconds(250);
+  // A stranger that keeps a descriptor readable must not keep the deadline from being seen.
+  if (poll_until(descriptors, std::min(deadline_, soon)) && Clock::now() < deadline_) return;
   for (const int rank : missing) {
     if (!bootstrap_.has(outcome_key(rank))) continue;
     const std::string outcome = get(outcome_key(rank), rank);
-    if (is_failure(outcome)) throw ShmUnavailable(failure_in(outcome));
+    if (is_failure(outcome)) throw Blamed(failure_in(outcome));
   }
   if (Clock::now() < deadline_) return;
   std::ostringstream text;

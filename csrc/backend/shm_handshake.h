@@ -13,10 +13,10 @@
 
 namespace tide {
 
-// What this rank offers to its peers.
+// What this rank offers to its peers; the descriptors belong to the caller.
 struct Offer {
-  Fd table;
-  Fd arena;
+  const Fd& table;
+  const Fd& arena;
   int64_t table_bytes = 0;
   int64_t arena_bytes = 0;
 };

@@ -259,26 +259,27 @@ void ShmTransport::leave(RankState state, const std::string& reason) {
 
 ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions& options) {
   Handshake handshake(who, bootstrap, options.handshake_timeout);
-  Offer offer;
+  const int64_t table_bytes = Table::bytes(who.world);
+  Fd table_memfd;
   Segment table;
   std::shared_ptr<ShmArena> arena;
   std::string failure;
   try {
-    offer.table_bytes = Table::bytes(who.world);
-    offer.arena_bytes = mappable_bytes(options.arena_bytes > 0 ? options.arena_bytes : memory_bound(), who.world);
-    offer.table = create_memfd("tide-table", offer.table_bytes);
-    offer.arena = create_memfd("tide-arena", offer.arena_bytes);
-    table = Segment(offer.table, offer.table_bytes);
-    arena = std::make_shared<ShmArena>(offer.arena, offer.arena_bytes, who.world);
+    const int64_t wanted = options.arena_bytes > 0 ? options.arena_bytes : memory_bound();
+    const int64_t arena_bytes = mappable_bytes(wanted, who.world);
+    table_memfd = create_memfd("tide-table", table_bytes);
+    table = Segment(table_memfd, table_bytes);
+    arena = std::make_shared<ShmArena>(create_memfd("tide-arena", arena_bytes), arena_bytes, who.world);
   } catch (const ShmUnavailable& error) {
     failure = error.what();
-    offer = Offer{};  // the store may need the descriptors
+    table_memfd.reset();  // the store may need the descriptors
+    arena.reset();
   }
   if (std::string reason = handshake.meet(failure); !reason.empty()) return {nullptr, reason};
 
   std::vector<Peer> peers;
   try {
-    peers = handshake.swap(offer);
+    peers = handshake.swap(Offer{table_memfd, arena->memfd(), table_bytes, arena->bytes()});
   } catch (const ShmUnavailable& error) {
     failure = error.what();
   }

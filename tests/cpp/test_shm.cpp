@@ -1,6 +1,7 @@
 // The shm transport with real processes. `test_shm CASE` runs one case; exit code 0 is success.
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 
 #include <atomic>
 #include <cstring>
@@ -8,6 +9,7 @@
 #include <random>
 #include <set>
 
+#include "../../csrc/backend/shm_link.h"
 #include "../../csrc/backend/shm_transport.h"
 #include "ranks.h"
 
@@ -285,12 +287,33 @@ void missing_rank() {
   });
 }
 
+// A store that works when no descriptor is left, as one with an open connection does.
+class ReservingBootstrap : public FileBootstrap {
+ public:
+  explicit ReservingBootstrap(const std::string& directory) : FileBootstrap(directory, 10s) {}
+  ~ReservingBootstrap() override { close(reserve_); }
+  void set(const std::string& key, const std::string& value) override {
+    close(reserve_);
+    FileBootstrap::set(key, value);
+    reserve_ = dup(2);
+  }
+  std::string get(const std::string& key) override {
+    close(reserve_);
+    const std::string value = FileBootstrap::get(key);
+    reserve_ = dup(2);
+    return value;
+  }
+
+ private:
+  int reserve_ = dup(2);
+};
+
 // Rank 1 may open a few files only, so it fails at another step each time (or not at all, in the end): nobody gets
 // a transport, all give the same reason, soon.
 void unable_rank() {
   for (int spare = 1; spare <= 14; ++spare) {
     run_ranks(3, [&](int rank, const std::string& directory) {
-      FileBootstrap bootstrap(directory, 10s);
+      ReservingBootstrap bootstrap(directory);
       std::vector<int> taken;
       if (rank == 1) {
         const rlimit few{64, 64};
@@ -312,12 +335,39 @@ void unable_rank() {
       if (spare < 6) check(result.transport == nullptr, "too few descriptors");
       if (spare == 14) check(result.transport != nullptr, reason);
       if (!reason.empty()) check_contains(reason, "rank 1");
-      if (rank == 1) close(taken.front());
       bootstrap.set("reason/" + std::to_string(rank), reason);
       check(bootstrap.get("reason/0") == reason, "the same reason");
       if (rank == 2) std::printf("%d spare: %s\n", spare, reason.c_str());
     });
   }
+}
+
+// Another process that finds the socket: one that says nothing and one that sends rubbish. Neither becomes a rank,
+// neither holds the group up.
+void stranger() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    class Meddling : public FileBootstrap {
+     public:
+      using FileBootstrap::FileBootstrap;
+      std::string get(const std::string& key) override {
+        const std::string value = FileBootstrap::get(key);
+        std::istringstream words(value);
+        for (std::string word; words >> word;) {
+          if (word.rfind("tide-", 0) != 0) continue;
+          strangers_.push_back(connect_abstract(word));
+          strangers_.push_back(connect_abstract(word));
+          check(send(strangers_.back().get(), "rubbish", 7, 0) == 7, "send");
+          strangers_.push_back(connect_abstract(word));
+          send_greeting(strangers_.back(), Hello{0x74696465, 2, 1, 1, 4096, 4096, Secret{}}, Fd(dup(0)), Fd(dup(0)));
+        }
+        return value;
+      }
+      std::vector<Fd> strangers_;
+    } bootstrap(directory, 10s);
+    const auto result = connect_shm(Speaker{rank, 2, "test"}, bootstrap, small_arena());
+    check(result.transport != nullptr, result.reason);
+    barrier(*result.transport, 0);
+  });
 }
 
 void out_of_memory() {
@@ -458,6 +508,7 @@ const std::map<std::string, void (*)()> kCases{{"exchange", exchange_many},
                                                {"out_of_memory", out_of_memory},
                                                {"forked_child", forked_child},
                                                {"nothing_left", nothing_left},
+                                               {"stranger", stranger},
                                                {"threads", threads}};
 
 }  // namespace

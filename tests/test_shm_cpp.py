@@ -1,0 +1,86 @@
+"""Builds the C++ tests of the shm transport with plain g++ (no torch) and runs each case with a deadline."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent / "cpp"
+CSRC = Path(__file__).parent.parent / "csrc"
+PARTS = ("types", "error", "fork_guard", "memory_limit", "range_allocator")
+SOURCES = [
+    *(CSRC / "backend" / f"{name}.cpp" for name in PARTS),
+    *sorted((CSRC / "backend").glob("shm_*.cpp")),
+    CSRC / "kernels" / "copy.cpp",
+]
+CASES = [
+    "aborting_rank",
+    "copies",
+    "early_leaver",
+    "exchange",
+    "forked_child",
+    "killed_rank",
+    "missing_rank",
+    "nothing_left",
+    "out_of_memory",
+    "ping_pong",
+    "stopped_rank",
+    "stranger",
+    "threads",
+    "unable_rank",
+    "wrong_sequence",
+]
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def _build(folder: Path, flags: tuple[str, ...]) -> None:
+    common = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    objects = []
+    for source in SOURCES:
+        target = folder / f"{source.stem}.o"
+        subprocess.run([*common, "-c", str(source), "-o", str(target)], check=True, timeout=200)
+        objects.append(str(target))
+    for name in ("test_shm", "test_arena"):
+        command = [*common, str(TESTS / f"{name}.cpp"), *objects, "-o", str(folder / name)]
+        subprocess.run(command, check=True, timeout=200)
+
+
+def _run(folder: Path, *command: str) -> str:
+    arguments = [str(folder / command[0]), *command[1:]]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shm")
+    _build(folder, ("-O2",))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shm(plain: Path, case: str) -> None:
+    _run(plain, "test_shm", case)
+
+
+def test_cases_are_complete(plain: Path) -> None:
+    assert _run(plain, "test_shm", "--list").split() == CASES
+
+
+def test_arena(plain: Path) -> None:
+    _run(plain, "test_arena")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
+    _build(tmp_path, ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"))
+    _run(tmp_path, "test_arena")
+    # Under the thread sanitizer only ranks that are threads of one process are of interest.
+    for case in ["threads"] if sanitizer == "thread" else CASES:
+        _run(tmp_path, "test_shm", case)

@@ -12,6 +12,7 @@ oldest_torch="2.11"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$root/.venv}"
+[[ "$VENV" == /* ]] || VENV="$PWD/$VENV"
 
 say() { printf '== %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -23,8 +24,8 @@ find_python() {
     if [[ -n "${PYTHON:-}" ]]; then
         command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON is no program; set it to a Python 3.10 or newer"
         is_new_enough "$PYTHON" && { printf '%s\n' "$PYTHON"; return; }
-        version="$("$PYTHON" --version 2>&1 || true)"
-        die "PYTHON=$PYTHON is ${version:-not a Python}; set it to a Python 3.10 or newer"
+        version="$("$PYTHON" -c 'import platform; print(platform.python_version())' 2>/dev/null || true)"
+        die "PYTHON=$PYTHON is ${version:+Python }${version:-no Python}; set it to a Python 3.10 or newer"
     fi
     for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
         if command -v "$name" >/dev/null && is_new_enough "$name"; then
@@ -32,23 +33,22 @@ find_python() {
             return
         fi
     done
-    version="$(python3 --version 2>&1 || true)"
+    version="$(python3 --version 2>/dev/null || true)"
     die "found ${version:-no python3}, need Python 3.10 or newer; install one, or set PYTHON to one"
 }
 
 find_compiler() {
     local name probe
-    probe='#include <optional>
-int main() { return std::optional<int>(0).value(); }'
+    probe='template <class T> concept Any = true; int main() { Any auto zero = 0; return zero; }'
     for name in ${CXX:+"$CXX"} c++ g++ clang++; do
         command -v "$name" >/dev/null || continue
-        if printf '%s\n' "$probe" | "$name" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null; then
+        if printf '%s\n' "$probe" | "$name" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; then
             printf '%s\n' "$name"
             return
         fi
-        say "$name cannot compile C++17; looking further"
+        say "$name cannot compile C++20; looking further"
     done
-    die "found no C++17 compiler (tried ${CXX:+$CXX, }c++, g++, clang++); install g++ or clang++, or set CXX to one"
+    die "found no C++20 compiler (tried ${CXX:+$CXX, }c++, g++, clang++); install g++ 10 or newer, or set CXX to one"
 }
 
 check_headers() {
@@ -60,8 +60,11 @@ check_headers() {
 
 make_venv() {
     if [[ -x "$VENV/bin/python" ]] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-        is_new_enough "$VENV/bin/python" || die "$VENV holds an older Python than 3.10; remove it, or set VENV to another"
+        is_new_enough "$VENV/bin/python" || die "$VENV holds a Python before 3.10; remove it or set VENV to another"
         return
+    fi
+    if [[ -e "$VENV" && ! -f "$VENV/pyvenv.cfg" && -n "$(ls -A "$VENV")" ]]; then
+        die "$VENV is no virtual environment and not empty; set VENV to a folder that may be written"
     fi
     local python
     python="$(find_python)"
@@ -91,7 +94,7 @@ install_torch() {
 
 # Everything that the built extension and the installed packages depend on.
 fingerprint() {
-    "$VENV/bin/python" - "$root" "$(torch_version)" <<'PYTHON_END'
+    "$VENV/bin/python" - "$root" "$(torch_version)" "${TIDE_CUDA:-}" <<'PYTHON_END'
 import hashlib, pathlib, sys
 
 root = pathlib.Path(sys.argv[1])
@@ -126,7 +129,7 @@ prepare() {
     check_headers "$VENV/bin/python"
     limit_jobs
     say "installing build tools"
-    pip_install "setuptools>=70" wheel ninja numpy
+    pip_install "setuptools>=70" wheel ninja
     install_torch
     say "building tide with $CXX, $MAX_JOBS at a time, against torch $(torch_version)"
     # The build calls ninja by name.

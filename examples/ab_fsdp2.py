@@ -18,7 +18,7 @@ from ab.compare import Difference, compare_runs
 from ab.launch import BackendFailed, launch, prepare
 from ab.results import Run, read_run
 from ab.settings import Settings, make_parser, settings_from
-from ab.table import render
+from ab.table import render, render_report
 
 
 def _labels(backends: list[str]) -> list[str]:
@@ -77,7 +77,7 @@ def _conclude(root: Path, settings: Settings, labels: list[str], repeat: int, ar
     print(render(runs, differences, settings))
     for run in runs:
         if run.report:
-            print(f"\n{run.label}, rank 0:\n{run.report}")
+            print(f"\n{run.label}, rank 0:\n{render_report(run.report)}")
     found = _as_json(settings, runs, differences)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")

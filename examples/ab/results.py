@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,9 +32,8 @@ class Run:
     memory: dict[str, int]
     memory_point: str
     parameters: int
-    report: str | None
+    report: dict[str, Any] | None
     repeats_identical: bool | None = None
-    notes: list[str] = field(default_factory=list)
 
     @property
     def step_median(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from .compare import Difference
 from .results import Run
@@ -84,8 +85,9 @@ def render(runs: list[Run], differences: dict[str, list[Difference]], settings: 
     """The table; `differences` maps a backend's label to its comparison with the last backend."""
     precision = "bf16 parameters, fp32 reduction" if settings.dtype == "bf16" else "fp32"
     title = (
-        f"{settings.model}, {runs[0].parameters / 1e6:.1f} M parameters, {precision}; {settings.ranks} ranks on "
-        f"{settings.device}, {settings.batch} x {settings.seq} bytes of text a rank, sums over all ranks"
+        f"{settings.model}, {runs[0].parameters / 1e6:.1f} M parameters, {precision}; {settings.ranks} ranks "
+        f"on {settings.device}, {settings.batch} x {settings.seq} bytes of text a rank; copies and memory: "
+        "sums over the ranks"
     )
     header = ["", *(run.label for run in runs), "who is better" if len(runs) > 1 else ""]
     lines = [title, "", *_align(header, loss_rows(runs) + measure_rows(runs, settings))]
@@ -106,3 +108,18 @@ def _judge(difference: Difference) -> str:
     if not difference.within:
         return f"FAILED at {difference.relative_at}"
     return "bit-identical" if difference.relative == 0 else f"within, worst: {difference.relative_at}"
+
+
+def render_report(report: dict[str, Any]) -> str:
+    """Which way each parameter group went, in short: one line per operation, path and reason."""
+    ways: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        ways.setdefault((row["op"], row["path"], row["backend_path"], row["reason"]), []).append(row)
+    lines = [f"FSDP2 seam: {report['fsdp2']}"]
+    for (op, path, backend_path, reason), rows in ways.items():
+        way = f"{path} ({backend_path})" if backend_path else path
+        avoided = sum(row["copies_avoided"] for row in rows) / _MIB
+        line = f"{op}: {way}, {len(rows)} parameter groups, {sum(row['calls'] for row in rows)} calls, "
+        line += f"{avoided:.0f} MiB not copied, {sum(row['fallbacks'] for row in rows)} fallbacks"
+        lines.append(line + (f"; {reason}" if reason else ""))
+    return "\n".join(lines)

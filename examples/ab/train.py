@@ -40,12 +40,14 @@ def run_rank(rank: int, settings: Settings, backend: str, label: str, port: int,
     else:
         torch.set_num_threads(1)
     if backend == "tide" and not _found_by_name(backend):
-        import tide_backend  # noqa: F401
+        import tide_backend  # registers itself
     dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout))
     try:
         result = _Run(settings, rank, label, folder).train()
         if backend == "tide":
-            result["report"] = _tide_report()
+            import tide_backend
+
+            result["report"] = tide_backend.report().to_dict()
         (folder / f"rank{rank}.json").write_text(json.dumps(result))
     finally:
         dist.destroy_process_group()
@@ -55,12 +57,6 @@ def _found_by_name(backend: str) -> bool:
     """An installed backend needs no import with torch 2.14 or newer."""
     installed = entry_points(group="torch.distributed.backends", name=backend)
     return bool(installed) and torch.__version__ >= "2.14"
-
-
-def _tide_report() -> str:
-    import tide_backend
-
-    return str(tide_backend.report())
 
 
 class _Run:

@@ -2,7 +2,7 @@
 
 Importing torch costs seconds a process, so one pool of ranks per world size lives for the whole session,
 forked from a server that has imported torch already. `fn` is a module-level function; arguments and results
-travel by pickle (plain Python or numpy, no tensors). A job runs in a process group, which is kept for the next
+travel by pickle (plain Python or numpy, no tensors). A job runs in a process group, kept for the next
 job that wants the same one. The verdict is taken over all ranks: whatever rank raised, hung or died fails the
 test, with that rank's traceback. A pool in which that happened is killed (its own processes) and replaced.
 """

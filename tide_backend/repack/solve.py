@@ -68,10 +68,11 @@ def solve(
         slack: rows above the lower bound that narrower children may add, as a fraction.
 
     Returns:
-        The assignment. ``stats`` has ``cost_us``, ``baseline_us`` (same parents, none repacked), ``work_us``
-        (none repacked, spread by work), ``bound_us``, ``gap`` (to the bound, with children as wide as a node,
-        as the bound assumes), ``solve_ms``, ``core_ms`` and per parent ``phi`` (fullest rank over mean),
-        ``bound_phi``, ``form`` and costs.
+        The assignment. ``stats`` has ``rule`` (what won: the spread for ``"step"``, for ``"layer"``, by
+        ``"work"``, or ``"fixed"`` members), ``cost_us``, ``baseline_us`` (same parents, none repacked),
+        ``work_us`` (none repacked, spread by work), ``bound_us``, ``gap`` (to the bound, with children as
+        wide as a node, as the bound assumes), ``repacked`` (parents), ``solve_ms``, ``core_ms`` and per
+        parent ``phi`` (fullest rank over mean), ``bound_phi``, ``form`` and costs.
 
     Raises:
         ValueError: bad arguments, or samples that no parent can hold; names the sample or the parent.
@@ -103,7 +104,7 @@ def solve(
     built, numbers = _build(result["parents"], shapes, first_rank, guard)
     stats: dict[str, Any] = {
         "sync": sync,
-        "membership": "work" if result["fell_back"] else membership,
+        "rule": result["rule"],
         **{key: result[key] for key in ("cost_us", "baseline_us", "work_us", "bound_us", "core_ms")},
         "gap": result["balance_us"] / result["bound_us"] - 1 if result["bound_us"] > 0 else 0.0,
         "repacked": sum(parent.repacked for parent in built),
@@ -225,12 +226,14 @@ def _classes(
                 raise ValueError(f"sample_widths: sample {s} needs width {width}, expected one of {widths}")
     classes, next_parent = [], 0
     for count, width in shapes:
+        fixed = (
+            [list(held) for held in members[next_parent : next_parent + count]] if members is not None else []
+        )
+        samples: list[int] | None = None  # all
         if members is not None:
-            samples: list[int] = []
-            fixed = [list(held) for held in members[next_parent : next_parent + count]]
-        else:
-            fixed = []
-            samples = [s for s in range(len(sizes)) if sample_widths is None or sample_widths[s] == width]
+            samples = []
+        elif sample_widths is not None:
+            samples = [s for s, needed in enumerate(sample_widths) if needed == width]
         unit = unit_width(width, ranks_per_node)
         sparse = [model.sparse_row_us(min(w, unit), ranks_per_node) for w in _CHILD_WIDTHS]
         full = model.full_row_us(width, ranks_per_node)

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
+#include <optional>
 #include <stdexcept>
 
 #include "balance.h"
@@ -27,6 +29,20 @@ const char* form_name(Form form) {
       return "spill";
   }
   throw std::logic_error("unknown form");
+}
+
+const char* rule_name(Rule rule) {
+  switch (rule) {
+    case Rule::step:
+      return "step";
+    case Rule::layer:
+      return "layer";
+    case Rule::work:
+      return "work";
+    case Rule::fixed:
+      return "fixed";
+  }
+  throw std::logic_error("unknown rule");
 }
 
 py::tuple samples_tuple(std::vector<int> samples) {
@@ -70,16 +86,21 @@ Membership membership_from(const std::string& name) {
   throw std::invalid_argument("membership: got \"" + name + "\", expected \"solve\", \"work\" or \"fixed\"");
 }
 
-// One class: (count, width, unit, attention, full, sparse[4], spread, samples, fixed members)
+// One class: (count, width, unit, attention, full, sparse[4], spread, samples or None for all, fixed members)
 using ClassTuple = std::tuple<int, int, int, double, double, std::array<double, kChildWidths>, double,
-                              std::vector<int>, Members>;
+                              std::optional<std::vector<int>>, Members>;
 
-ParentClass class_from(ClassTuple t) {
+ParentClass class_from(ClassTuple t, size_t samples) {
   ParentClass spec;
   const int unit = std::get<2>(t);
   spec.shape = {std::get<0>(t), std::get<1>(t), unit, std::get<1>(t) / unit};
   spec.costs = {std::get<3>(t), std::get<4>(t), std::get<5>(t), std::get<6>(t)};
-  spec.samples = std::move(std::get<7>(t));
+  if (std::get<7>(t)) {
+    spec.samples = std::move(*std::get<7>(t));
+  } else {
+    spec.samples.resize(samples);
+    std::iota(spec.samples.begin(), spec.samples.end(), 0);
+  }
   spec.fixed = std::move(std::get<8>(t));
   return spec;
 }
@@ -88,7 +109,7 @@ py::dict solve_bound(const Lengths& lengths, std::vector<ClassTuple> tuples, con
                      const std::string& membership, bool guard, bool spill, double slack, int64_t max_rows,
                      int64_t max_parent_tokens) {
   std::vector<ParentClass> classes;
-  for (auto& t : tuples) classes.push_back(class_from(std::move(t)));
+  for (auto& t : tuples) classes.push_back(class_from(std::move(t), lengths.size()));
   Options options{sync_from(sync), membership_from(membership), guard, spill, slack, {}};
   if (max_rows > 0) options.limits.rows_per_rank = max_rows;
   if (max_parent_tokens > 0) options.limits.tokens_per_parent = max_parent_tokens;
@@ -104,7 +125,7 @@ py::dict solve_bound(const Lengths& lengths, std::vector<ClassTuple> tuples, con
   for (const ParentResult& parent : solution.parents) parents.append(parent_tuple(parent));
   py::dict result;
   result["parents"] = parents;
-  result["fell_back"] = solution.fell_back;
+  result["rule"] = rule_name(solution.rule);
   result["cost_us"] = solution.cost_us;
   result["baseline_us"] = solution.baseline_us;
   result["work_us"] = solution.work_us;

@@ -15,10 +15,12 @@ namespace tide::repack {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNear = 2e-4;  // relative distance to the bound at which no other membership is tried
 
 std::vector<int> longest_first(const Lengths& lengths, std::vector<int> samples) {
-  std::sort(samples.begin(), samples.end(),
-            [&](int a, int b) { return lengths[a] != lengths[b] ? lengths[a] > lengths[b] : a < b; });
+  auto before = [&](int a, int b) { return lengths[a] != lengths[b] ? lengths[a] > lengths[b] : a < b; };
+  if (!std::is_sorted(samples.begin(), samples.end(), before))
+    std::sort(samples.begin(), samples.end(), before);
   return samples;
 }
 
@@ -48,24 +50,69 @@ class Solver {
   }
 
   Solution run() {
-    Solution solution = with_members(members_by(options_.membership));
-    const bool may_differ = options_.membership == Membership::solve;
-    solution.work_us = options_.membership == Membership::fixed ? solution.baseline_us : kInfinity;
-    if (options_.membership == Membership::work) solution.work_us = solution.baseline_us;
-    if (may_differ) {
-      const std::vector<Members> by_work = members_by(Membership::work);
-      const double work_us = unrepacked_us(by_work);
-      if (options_.guard && solution.cost_us > work_us) {
-        solution = with_members(by_work);
-        solution.fell_back = true;
+    const double bound = bound_us();
+    Solution best = with_members(members_by(first_rule()));
+    best.rule = first_rule();
+    if (options_.membership == Membership::solve) {
+      const std::vector<Members> by_work = members_by(Rule::work);
+      best.work_us = unrepacked_us(by_work);
+      // The guarantee never to lose against no repacking rests on trying the spread by work as well.
+      consider(Rule::work, by_work, bound, best);
+      if (options_.sync == Sync::layer && !near(best, bound)) {
+        consider(Rule::step, members_by(Rule::step), bound, best);
       }
-      solution.work_us = work_us;
+    } else {
+      best.work_us = best.baseline_us;
     }
-    solution.bound_us = bound_us();
-    return solution;
+    best.bound_us = bound;
+    return best;
   }
 
  private:
+  Rule first_rule() const {
+    switch (options_.membership) {
+      case Membership::solve:
+        return options_.sync == Sync::step ? Rule::step : Rule::layer;
+      case Membership::work:
+        return Rule::work;
+      case Membership::fixed:
+        return Rule::fixed;
+    }
+    throw std::logic_error("unknown membership");
+  }
+
+  static bool near(const Solution& solution, double bound) {
+    return solution.balance_us <= bound * (1 + kNear);
+  }
+
+  // Keeps another membership if it is better; packs it only if it could be.
+  void consider(Rule rule, const std::vector<Members>& all, double bound, Solution& best) const {
+    const bool guard_needs_it = options_.guard && best.cost_us > best.work_us;
+    if (!guard_needs_it && (near(best, bound) || at_least_us(all) >= best.cost_us)) return;
+    Solution other = with_members(all);
+    if (other.cost_us >= best.cost_us) return;
+    other.rule = rule;
+    other.work_us = best.work_us;
+    best = std::move(other);
+  }
+
+  // No packing of these parents can cost less: rows even over all ranks, at the cheapest price per row.
+  double at_least_us(const std::vector<Members>& all) const {
+    std::vector<double> attention;
+    std::vector<Way> ways;
+    for (size_t c = 0; c < work_.size(); ++c) {
+      const Costs& costs = work_[c].spec.costs;
+      const double cheapest =
+          std::min(costs.spread, *std::min_element(costs.sparse.begin(), costs.sparse.end()));
+      for (const auto& samples : all[c]) {
+        const double rows = static_cast<double>(tokens(samples)) / work_[c].spec.shape.width;
+        attention.push_back(attention_us(work_[c], samples));
+        ways.push_back({costs.full * rows, cheapest * rows, (costs.full + cheapest) * rows});
+      }
+    }
+    return total_us(attention, ways, options_.sync);
+  }
+
   SpreadProblem spread_problem(const ClassWork& work, bool may_stay_wide) const {
     const Shape& shape = work.spec.shape;
     const Limits& limits = options_.limits;
@@ -77,29 +124,30 @@ class Solver {
             limits.rows_per_rank * shape.unit};
   }
 
-  std::vector<Members> members_by(Membership membership) const {
+  std::vector<Members> members_by(Rule rule) const {
     std::vector<Members> all;
     for (const ClassWork& work : work_) {
-      switch (membership) {
-        case Membership::solve: {
-          const SpreadProblem problem = spread_problem(work, options_.guard);
-          all.push_back(options_.sync == Sync::step ? spread_for_step(problem) : spread_for_layer(problem));
-          if (!holds(work.spec.shape, all.back())) all.back() = spread_by_tokens(problem);
-          break;
-        }
-        case Membership::work: {
-          const SpreadProblem problem = spread_problem(work, true);
-          all.push_back(spread_by_work(problem));
-          if (!holds(work.spec.shape, all.back())) all.back() = spread_by_tokens(problem);
-          break;
-        }
-        case Membership::fixed:
-          all.push_back(work.spec.fixed);
-          for (auto& members : all.back()) members = longest_first(lengths_, std::move(members));
-          break;
+      all.push_back(spread(rule, work));
+      for (auto& members : all.back()) members = longest_first(lengths_, std::move(members));
+      if (rule != Rule::fixed && !holds(work.spec.shape, all.back())) {
+        all.back() = spread_by_tokens(spread_problem(work, true));
       }
     }
     return all;
+  }
+
+  Members spread(Rule rule, const ClassWork& work) const {
+    switch (rule) {
+      case Rule::step:
+        return spread_for_step(spread_problem(work, options_.guard));
+      case Rule::layer:
+        return spread_for_layer(spread_problem(work, options_.guard));
+      case Rule::work:
+        return spread_by_work(spread_problem(work, true));
+      case Rule::fixed:
+        return work.spec.fixed;
+    }
+    throw std::logic_error("unknown rule");
   }
 
   int64_t parent_room(const Shape& shape) const {

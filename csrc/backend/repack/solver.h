@@ -11,6 +11,9 @@ namespace tide::repack {
 // do it (longest first by work), or fixed by the caller.
 enum class Membership { solve, work, fixed };
 
+// The rule that the samples of a solution were spread by.
+enum class Rule { step, layer, work, fixed };
+
 // Parents of one width and the samples that may live in them.
 struct ParentClass {
   Shape shape;
@@ -41,12 +44,12 @@ struct ParentResult {
 
 struct Solution {
   std::vector<ParentResult> parents;  // class by class
-  bool fell_back = false;             // the solver's membership lost against the one by work
-  double cost_us = 0;                 // one period as chosen
-  double baseline_us = 0;             // the same samples in the same parents, none repacked
-  double work_us = 0;                 // none repacked, samples spread by work: the job without this solver
-  double balance_us = 0;              // as chosen, but units uncut: what the bound speaks about
-  double bound_us = 0;                // no membership and no balance can make balance_us smaller
+  Rule rule = Rule::step;
+  double cost_us = 0;      // one period as chosen
+  double baseline_us = 0;  // the same samples in the same parents, none repacked
+  double work_us = 0;      // none repacked, samples spread by work: the job without this solver
+  double balance_us = 0;   // as chosen, but units uncut: what the bound speaks about
+  double bound_us = 0;     // no membership and no balance can make balance_us smaller
 };
 
 // Throws std::invalid_argument, naming the parent and the numbers, when a parent cannot hold its samples.

@@ -109,7 +109,7 @@ def gathered_bits_are_right(model: torch.nn.Module, case: Case, async_op: bool) 
 
 
 def train(case: Case, backend: str) -> dict[str, Any]:
-    """Train ``STEPS`` steps of AdamW. Returns losses, gradients of the first step, parameters and the trace."""
+    """Five AdamW steps. Returns losses, gradients of the first step, parameters and the trace."""
     rank = dist.get_rank()
     model = build(case)
     shard(model, case, backend)

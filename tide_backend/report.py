@@ -19,11 +19,11 @@ _MEBI = 1 << 20
 class ReportRow:
     """Calls of one kind by one FSDP2 parameter group that went one way for one reason.
 
-    ``path``: "tide", or "stock" for PyTorch's own functions. ``backend_path``: how the backend carried the recorded
-    calls ("zero_copy", "staged", "inner"; several are joined by "+"; empty when its ring no longer holds one, and
-    on the stock path). ``bytes``: payload on this rank. ``copies_avoided``: bytes that FSDP2's own layout
-    copies would have written. ``fallbacks``: calls that took PyTorch's path or that the backend handed to
-    its inner group.
+    ``path``: "tide", or "stock" for PyTorch's own functions. ``backend_path``: how the backend carried the
+    recorded calls ("zero_copy", "staged", "inner"; several are joined by "+"; empty on the stock path and
+    when its ring no longer holds a call). ``bytes``: payload on this rank. ``copies_avoided``: bytes that
+    FSDP2's own layout copies would have written. ``fallbacks``: calls that took PyTorch's path, or that the
+    backend handed to its inner group.
     """
 
     group: str
@@ -71,31 +71,20 @@ class Report:
         return {**asdict(self), "fallbacks": [asdict(row) for row in self.fallbacks]}
 
     def __str__(self) -> str:
-        head = [
-            "group",
-            "module",
-            "call",
-            "path",
-            "backend",
-            "calls",
-            "MiB",
-            "MiB not copied",
-            "fallbacks",
-            "reason",
-        ]
         lines = [f"tide: FSDP2 seam {self.fsdp2}"]
         if self.rows:
-            cells = [
-                (r.group, r.module, r.op, r.path, r.backend_path, r.calls, _mebi(r.bytes))
-                + (_mebi(r.copies_avoided), r.fallbacks, r.reason)
-                for r in self.rows
-            ]
-            lines += _table([*head, "reason"], cells)
+            lines += _table(
+                "group module call path backend calls MiB MiB-not-copied fallbacks reason",
+                [
+                    (r.group, r.module, r.op, r.path, r.backend_path, *_numbers(r), r.reason)
+                    for r in self.rows
+                ],
+            )
         if self.collectives:
             lines += _table(
-                ["group", "collective", "path", "calls", "MiB", "repair copies", "seconds", "reason"],
+                "group collective path calls MiB repair-copies seconds reason",
                 [
-                    [
+                    (
                         c.group,
                         c.op,
                         c.path,
@@ -104,7 +93,7 @@ class Report:
                         c.repair_copies,
                         f"{c.seconds:.3f}",
                         c.reason,
-                    ]
+                    )
                     for c in self.collectives
                 ],
             )
@@ -171,20 +160,20 @@ def _backends() -> Iterator[tuple[str, Any]]:
                 yield group.group_name, backend
 
 
+def _numbers(row: ReportRow) -> tuple[Any, ...]:
+    return row.calls, _mebi(row.bytes), _mebi(row.copies_avoided), row.fallbacks
+
+
 def _mebi(nbytes: int) -> str:
     return f"{nbytes / _MEBI:.2f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    cells = [list(map(str, row)) for row in (head, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    numeric = [all(isinstance(row[i], int) or _is_number(row[i]) for row in rows) for i in range(len(head))]
-    lines = []
+def _table(columns: str, rows: Sequence[Sequence[Any]]) -> list[str]:
+    cells = [[name.replace("-", " ") for name in columns.split()], *([str(c) for c in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [all(cell.replace(".", "", 1).isdigit() for cell in c[1:]) for c in zip(*cells, strict=True)]
+    lines = [""]
     for row in cells:
         parts = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)]
         lines.append("  ".join(parts).rstrip())
-    return ["", *lines]
-
-
-def _is_number(value: Any) -> bool:
-    return str(value).replace(".", "", 1).isdigit()
+    return lines

@@ -79,7 +79,18 @@ def test_arena(plain: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
-    _build(tmp_path, ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"))
+    # vptr checks open pipes, which fails where a case leaves no descriptor; -Wno-tsan: gcc warns that the sanitizer does not model fences.
+    _build(
+        tmp_path,
+        (
+            "-O1",
+            "-g",
+            f"-fsanitize={sanitizer}",
+            "-fno-sanitize=vptr",
+            "-fno-sanitize-recover=all",
+            "-Wno-tsan",
+        ),
+    )
     _run(tmp_path, "test_arena")
     # Under the thread sanitizer only ranks that are threads of one process are of interest.
     for case in ["threads"] if sanitizer == "thread" else CASES:

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kGrowth = int64_t{2} << 20;  // growth in whole huge pages
-// Pages are committed piece by piece, each after a look at the memory left: ranks that grow at the same time see
-// each other, and a signal that interrupts fallocate (which then undoes the piece) costs little.
+// Pages are committed piece by piece, each after a look at the memory left: ranks that grow at the same time
+// see each other, and a signal that interrupts fallocate (which then undoes the piece) costs little.
 constexpr int64_t kPiece = int64_t{64} << 20;
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -32,8 +32,9 @@ std::optional<Window> ShmArena::acquire(int64_t bytes, std::string* why) {
   if (guard_.in_child()) return refuse("this process was forked from the one that owns the arena");
   if (bytes < 0) return refuse("a window of " + std::to_string(bytes) + " bytes was asked for");
   const std::lock_guard<std::mutex> lock(mutex_);
-  const std::string limit = "arena limit of " + std::to_string(segment_.bytes()) + " bytes reached: " +
-                            std::to_string(bytes) + " asked for, " + std::to_string(ranges_.in_use()) + " in use";
+  const std::string limit = "arena limit of " + std::to_string(segment_.bytes()) +
+                            " bytes reached: " + std::to_string(bytes) + " asked for, " +
+                            std::to_string(ranges_.in_use()) + " in use";
   if (bytes > segment_.bytes()) return refuse(limit);
   const int64_t size = std::max(kPage, round_up(bytes, kPage));
   auto offset = ranges_.take(size);
@@ -75,8 +76,8 @@ void ShmArena::release(const Window& window) {
   if (guard_.in_child()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!ranges_.give_back(window.offset))
-    throw Error(ErrorKind::usage,
-                "tide: no window was acquired at offset " + std::to_string(window.offset) + ", or it was released twice");
+    throw Error(ErrorKind::usage, "tide: no window was acquired at offset " + std::to_string(window.offset) +
+                                      ", or it was released twice");
 }
 
 std::byte* ShmArena::address(const Window& window) { return segment_.data() + window.offset; }

@@ -36,8 +36,8 @@ class Handshake {
  public:
   Handshake(const Speaker& who, Bootstrap& bootstrap, std::chrono::milliseconds timeout);
 
-  // Publishes how this rank can be reached, or why it cannot take part (`own_failure`, else empty), and reads the
-  // same of all others. Returns why the group cannot share memory, or "" when it may go on.
+  // Publishes how this rank can be reached, or why it cannot take part (`own_failure`, else empty), and reads
+  // the same of all others. Returns why the group cannot share memory, or "" when it may go on.
   std::string meet(std::string own_failure);
   // Connects to every lower rank, accepts every higher one, swaps memfds and maps them. Indexed by rank, this
   // rank's own entry empty. Throws ShmUnavailable.

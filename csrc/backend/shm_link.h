@@ -1,4 +1,5 @@
-// Unix sockets between the ranks of a group: they carry the memfds once, and their end of file tells of a death.
+// Unix sockets between the ranks of a group: they carry the memfds once, and their end of file tells of a
+// death.
 #pragma once
 
 #include <array>
@@ -45,7 +46,8 @@ Fd connect_abstract(const std::string& name);
 std::optional<Fd> accept_now(const Fd& listener);
 
 void send_greeting(const Fd& socket, const Hello& hello, const Fd& table, const Fd& arena);
-// The one message of the other side, which must be there already (poll first). Nothing when it is not a greeting.
+// The one message of the other side, which must be there already (poll first). Nothing when it is not a
+// greeting.
 std::optional<Greeting> receive_greeting(const Fd& socket);
 
 // Waits until one of the descriptors is readable or closed; false at the deadline.
@@ -58,8 +60,8 @@ struct PeerProcess {
 };
 PeerProcess peer_process(const Fd& socket);
 
-// Whether the other end is gone: its socket is closed, or its process has exited although a forked child of it
-// still holds the socket.
+// Whether the other end is gone: its socket is closed, or its process has exited although a forked child of
+// it still holds the socket.
 bool is_gone(const Fd& socket, const Fd& pidfd);
 
 }  // namespace tide

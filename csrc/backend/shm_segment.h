@@ -16,7 +16,8 @@ class ShmUnavailable : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A new memfd of `bytes` bytes without pages, sealed against resizing: a peer that maps it never meets SIGBUS.
+// A new memfd of `bytes` bytes without pages, sealed against resizing: a peer that maps it never meets
+// SIGBUS.
 Fd create_memfd(const std::string& name, int64_t bytes);
 
 // A shared mapping of [0, bytes) of a memfd. It outlives the descriptor.

@@ -44,10 +44,10 @@ std::atomic<uint64_t>& Table::flag(Channel channel, Flag flag, int source) const
   return layout_->flags()[position].value;
 }
 
-// Two records per channel suffice: a rank publishes call n+2 only after it has seen every peer's record of n+1,
-// and each peer published that only after it had read everybody's record of n. So nobody still reads the record
-// of n when n+2 takes its place. A rank that gave a call up (timeout) breaks that order; the zero sequence around
-// the write and the second look in record() keep a reader from taking a mixed text even then.
+// Two records per channel suffice: a rank publishes call n+2 only after it has seen every peer's record of
+// n+1, and each peer published that only after it had read everybody's record of n. So nobody still reads the
+// record of n when n+2 takes its place. A rank that gave a call up (timeout) breaks that order; the zero
+// sequence around the write and the second look in record() keep a reader from taking a mixed text even then.
 void Table::publish(Channel channel, uint64_t sequence, const std::string& text) const {
   Record& record = layout_->records[index(channel)][sequence & 1];
   record.sequence.store(0, std::memory_order_relaxed);
@@ -101,15 +101,16 @@ std::string Table::last_calls() const {
     if (!sequence) continue;
     const bool done = layout_->journals[i].completed.load(std::memory_order_acquire) == *sequence + 1;
     const std::string what = description(record(channel, *sequence).value_or(""));
-    text += (text.empty() ? "last " : "; ") + std::string(to_string(channel)) + ": #" + std::to_string(*sequence);
+    text +=
+        (text.empty() ? "last " : "; ") + std::string(to_string(channel)) + ": #" + std::to_string(*sequence);
     text += (what.empty() ? "" : " (" + what + ")") + std::string(done ? ", done" : ", in progress");
   }
   return text.empty() ? "no call yet" : text;
 }
 
 void ring(Doorbell& bell) {
-  // Both sequentially consistent, as the waiter's registration and its load of `rings` are: either this load sees
-  // the waiter, or the waiter's look at the changed word comes after the change.
+  // Both sequentially consistent, as the waiter's registration and its load of `rings` are: either this load
+  // sees the waiter, or the waiter's look at the changed word comes after the change.
   bell.rings.fetch_add(1, std::memory_order_seq_cst);
   if (bell.waiters.load(std::memory_order_seq_cst) != 0) futex_wake_all(bell.rings);
 }

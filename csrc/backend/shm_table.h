@@ -1,5 +1,6 @@
-// The control table: what one rank lets its peers read and write besides data. Lives in the rank's control memfd;
-// the owner and every peer map it. All words start as zero; sequences are stored plus one, so zero means "none".
+// The control table: what one rank lets its peers read and write besides data. Lives in the rank's control
+// memfd; the owner and every peer map it. All words start as zero; sequences are stored plus one, so zero
+// means "none".
 #pragma once
 
 #include <atomic>

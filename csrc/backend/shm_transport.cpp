@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <iomanip>
 #include <mutex>
 #include <sstream>
@@ -49,7 +50,11 @@ class ShmTransport : public Transport {
                                     const Wait& wait) override;
   void complete(Channel channel, uint64_t sequence) override;
   std::byte* address(int rank, int64_t offset, int64_t bytes) override;
-  void copy(std::byte* to, const std::byte* from, int64_t bytes) override { copy_bytes(to, from, bytes); }
+  void copy(Channel, std::byte* to, const std::byte* from, int64_t bytes) override { copy_bytes(to, from, bytes); }
+  void fill(Channel, std::byte* to, int64_t bytes) override { std::memset(to, 0, static_cast<size_t>(bytes)); }
+  void accumulate(Channel, ElementType in, ElementType out, const AccumulateArgs& args) override {
+    tide::accumulate(in, out, args);
+  }
   void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
   void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
   void abort(const std::string& reason) override;
@@ -83,7 +88,8 @@ class ShmTransport : public Transport {
 
 void ShmTransport::check_usable(const std::string& call) const {
   if (guard_.in_child())
-    fail(ErrorKind::usage, who_, call, "the group was made before fork(); make a new group in the child process");
+    fail(ErrorKind::usage, who_, call,
+         "the group was made before fork(); make a new group in the child process");
   if (own().state() == RankState::aborted)
     fail(ErrorKind::peer, who_, call, "the group was aborted: " + own().reason());
 }
@@ -99,7 +105,8 @@ std::vector<std::string> ShmTransport::exchange(Channel channel, uint64_t sequen
   check_usable(wait.call);
   if (static_cast<int64_t>(mine.size()) > kRecordBytes)
     fail(ErrorKind::usage, who_, wait.call,
-         "a call record of " + std::to_string(mine.size()) + " bytes; at most " + std::to_string(kRecordBytes) + " fit");
+         "a call record of " + std::to_string(mine.size()) + " bytes; at most " +
+             std::to_string(kRecordBytes) + " fit");
   own().publish(channel, sequence, mine);
   std::vector<int> missing;
   for (int step = 1; step < who_.world; ++step) {
@@ -119,11 +126,13 @@ std::vector<std::string> ShmTransport::exchange(Channel channel, uint64_t sequen
     }
     if (published && *published > sequence)
       fail(ErrorKind::peer, who_, wait.call,
-           name_of(peer) + " is at " + to_string(channel) + " #" + std::to_string(*published) + ", this rank at #" +
-               std::to_string(sequence) + "; the ranks made different calls on this group");
+           name_of(peer) + " is at " + to_string(channel) + " #" + std::to_string(*published) +
+               ", this rank at #" + std::to_string(sequence) +
+               "; the ranks made different calls on this group");
     return false;
   };
-  await(channel, missing, wait, arrived, [&](int) { return "its record of call #" + std::to_string(sequence); });
+  await(channel, missing, wait, arrived,
+        [&](int) { return "its record of call #" + std::to_string(sequence); });
   return records;
 }
 
@@ -136,12 +145,14 @@ std::byte* ShmTransport::address(int rank, int64_t offset, int64_t bytes) {
   const int64_t size = rank == who_.rank ? arena_->bytes() : peers_[index(rank)].arena.bytes();
   if (offset < 0 || bytes < 0 || bytes > size || offset > size - bytes)
     fail(ErrorKind::usage, who_, "",
-         "bytes [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) + ") are not in the segment of rank " +
-             std::to_string(rank) + ", which has " + std::to_string(size) + " bytes");
+         "bytes [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) +
+             ") are not in the segment of rank " + std::to_string(rank) + ", which has " +
+             std::to_string(size) + " bytes");
   return (rank == who_.rank ? arena_->data() : peers_[index(rank)].arena.data()) + offset;
 }
 
 void ShmTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) {
+  if (flag == Flag::ready) return;  // exchange() has said it
   check_usable("");
   check_rank(peer, "");
   table(peer).flag(channel, flag, who_.rank).store(value, std::memory_order_seq_cst);
@@ -149,6 +160,7 @@ void ShmTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) 
 }
 
 void ShmTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) {
+  if (flag == Flag::ready) return;
   check_usable(wait.call);
   check_rank(peer, wait.call);
   const std::atomic<uint64_t>& word = own().flag(channel, flag, peer);
@@ -156,8 +168,8 @@ void ShmTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, co
   await(
       channel, {peer}, wait, [&](int) { return word.load(std::memory_order_seq_cst) >= value; },
       [&](int) {
-        return std::string("its ") + to_string(flag) + " flag to reach " + std::to_string(value) + " (it is at " +
-               std::to_string(word.load(std::memory_order_relaxed)) + ")";
+        return std::string("its ") + to_string(flag) + " flag to reach " + std::to_string(value) +
+               " (it is at " + std::to_string(word.load(std::memory_order_relaxed)) + ")";
       });
 }
 
@@ -228,9 +240,11 @@ std::string ShmTransport::lost(int rank) const {
 }
 
 template <class Goal>
-std::string ShmTransport::timeout_text(Clock::duration waited, const std::vector<int>& missing, Goal goal) const {
+std::string ShmTransport::timeout_text(Clock::duration waited, const std::vector<int>& missing,
+                                       Goal goal) const {
   std::ostringstream text;
-  text << "waited " << std::fixed << std::setprecision(1) << std::chrono::duration<double>(waited).count() << " s for ";
+  text << "waited " << std::fixed << std::setprecision(1) << std::chrono::duration<double>(waited).count()
+       << " s for ";
   for (size_t i = 0; i < missing.size(); ++i)
     text << (i == 0 ? "" : ", ") << name_of(missing[i]) << " (" << table(missing[i]).last_calls() << ")";
   text << ": " << goal(missing.front());

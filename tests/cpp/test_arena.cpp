@@ -36,7 +36,8 @@ class Model {
   void grow(int64_t bytes) { owner_.resize(owner_.size() + static_cast<size_t>(bytes), 0); }
   int64_t free_tail() const {
     int64_t tail = 0;
-    while (tail < static_cast<int64_t>(owner_.size()) && owner_[owner_.size() - 1 - static_cast<size_t>(tail)] == 0)
+    while (tail < static_cast<int64_t>(owner_.size()) &&
+           owner_[owner_.size() - 1 - static_cast<size_t>(tail)] == 0)
       ++tail;
     return tail;
   }

@@ -18,10 +18,12 @@ namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-ShmOptions small_arena(std::chrono::milliseconds handshake = 10s) { return ShmOptions{256 * kMiB, handshake}; }
+ShmOptions small_arena(std::chrono::milliseconds handshake = 10s) {
+  return ShmOptions{256 * kMiB, handshake};
+}
 
-ShmResult try_join(int rank, int world, const std::string& directory, const ShmOptions& options = small_arena(),
-                   std::chrono::milliseconds store_timeout = 10s) {
+ShmResult try_join(int rank, int world, const std::string& directory,
+                   const ShmOptions& options = small_arena(), std::chrono::milliseconds store_timeout = 10s) {
   FileBootstrap bootstrap(directory, store_timeout);
   return connect_shm(Speaker{rank, world, "test"}, bootstrap, options);
 }
@@ -48,7 +50,8 @@ void exchange_many() {
       for (uint64_t n = 0; n < rounds; ++n) {
         // Lengths from 8 bytes to the maximum; content that depends on rank and call everywhere.
         const auto text = [&](int who) {
-          std::string body(8 + (n * 977 + static_cast<uint64_t>(who) * 131) % (Transport::kRecordBytes - 7), '\0');
+          std::string body(8 + (n * 977 + static_cast<uint64_t>(who) * 131) % (Transport::kRecordBytes - 7),
+                           '\0');
           for (size_t i = 0; i < body.size(); ++i) body[i] = static_cast<char>(n * 7 + who * 31 + i);
           return body;
         };
@@ -73,12 +76,14 @@ void ping_pong() {
       transport->wait(Channel::all_gather, 1 - rank, Flag::data, n, within(20s));
       if (rank == 1) transport->signal(Channel::all_gather, 0, Flag::data, n);
     }
-    if (rank == 0) std::printf("round trip %.0f ns\n", seconds_since(begin) / static_cast<double>(rounds) * 1e9);
+    if (rank == 0)
+      std::printf("round trip %.0f ns\n", seconds_since(begin) / static_cast<double>(rounds) * 1e9);
     barrier(*transport, 0);
   });
 }
 
-// Every rank fills its part of every peer's window; three sizes, changed content each round, credits in between.
+// Every rank fills its part of every peer's window; three sizes, changed content each round, credits in
+// between.
 void copies() {
   const int world = 4;
   run_ranks(world, [&](int rank, const std::string& directory) {
@@ -169,7 +174,8 @@ void stopped_rank() {
       auto wait = within(700ms, "all_gather #3");
       wait.interrupted = [&] { ++interrupts; };
       const auto start = Clock::now();
-      const Error error = caught([&] { transport->exchange(Channel::all_gather, 3, "all_gather f32[2]", wait); });
+      const Error error =
+          caught([&] { transport->exchange(Channel::all_gather, 3, "all_gather f32[2]", wait); });
       const double took = seconds_since(start);
       check(took > 0.69 && took < 0.95, "at the deadline, took " + std::to_string(took));
       check(error.kind() == ErrorKind::timeout, error.what());
@@ -216,7 +222,8 @@ void early_leaver() {
     const auto start = Clock::now();
     const Error error = caught([&] { transport->wait(Channel::all_gather, 1, Flag::data, 6, within(20s)); });
     check(seconds_since(start) < 0.05, "at once");
-    check_contains(error.what(), "left the group while this rank waited for its data flag to reach 6 (it is at 5)");
+    check_contains(error.what(),
+                   "left the group while this rank waited for its data flag to reach 6 (it is at 5)");
     transport->complete(Channel::all_gather, 0);
   });
 }
@@ -308,8 +315,8 @@ class ReservingBootstrap : public FileBootstrap {
   int reserve_ = dup(2);
 };
 
-// Rank 1 may open a few files only, so it fails at another step each time (or not at all, in the end): nobody gets
-// a transport, all give the same reason, soon.
+// Rank 1 may open a few files only, so it fails at another step each time (or not at all, in the end): nobody
+// gets a transport, all give the same reason, soon.
 void unable_rank() {
   for (int spare = 1; spare <= 14; ++spare) {
     run_ranks(3, [&](int rank, const std::string& directory) {
@@ -342,8 +349,8 @@ void unable_rank() {
   }
 }
 
-// Another process that finds the socket: one that says nothing and one that sends rubbish. Neither becomes a rank,
-// neither holds the group up.
+// Another process that finds the socket: one that says nothing and one that sends rubbish. Neither becomes a
+// rank, neither holds the group up.
 void stranger() {
   run_ranks(2, [](int rank, const std::string& directory) {
     class Meddling : public FileBootstrap {
@@ -358,7 +365,8 @@ void stranger() {
           strangers_.push_back(connect_abstract(word));
           check(send(strangers_.back().get(), "rubbish", 7, 0) == 7, "send");
           strangers_.push_back(connect_abstract(word));
-          send_greeting(strangers_.back(), Hello{0x74696465, 2, 1, 1, 4096, 4096, Secret{}}, Fd(dup(0)), Fd(dup(0)));
+          send_greeting(strangers_.back(), Hello{0x74696465, 2, 1, 1, 4096, 4096, Secret{}}, Fd(dup(0)),
+                        Fd(dup(0)));
         }
         return value;
       }
@@ -404,7 +412,8 @@ void forked_child() {
     auto transport = join(rank, 2, directory);
     auto arena = transport->arena();
     const pid_t child = start_rank(rank, [&] {
-      check_contains(caught([&] { transport->signal(Channel::all_gather, 1 - rank, Flag::data, 1); }).what(), "fork()");
+      check_contains(caught([&] { transport->signal(Channel::all_gather, 1 - rank, Flag::data, 1); }).what(),
+                     "fork()");
       std::string why;
       check(!arena->acquire(1, &why), "no memory in a child");
       check_contains(why, "forked");
@@ -424,7 +433,8 @@ void forked_child() {
 
 std::set<std::string> open_descriptors() {
   std::set<std::string> found;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) found.insert(entry.path().filename());
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    found.insert(entry.path().filename());
   return found;
 }
 
@@ -457,7 +467,8 @@ void nothing_left() {
     check(open_descriptors() == before, "descriptors as before");
     check(mappings() == 0, "no mapping left");
   });
-  check(std::distance(std::filesystem::directory_iterator("/dev/shm"), {}) == shm_before, "nothing in /dev/shm");
+  check(std::distance(std::filesystem::directory_iterator("/dev/shm"), {}) == shm_before,
+        "nothing in /dev/shm");
 }
 
 // All ranks as threads of one process: several transports live side by side (and sanitizers see all of it).
@@ -473,7 +484,8 @@ void threads() {
         for (uint64_t n = 0; n < 500; ++n) {
           const auto records = transport->exchange(Channel::all_gather, n, std::to_string(rank), within(20s));
           check(records[2] == "2", "record");
-          for (int peer = 0; peer < world; ++peer) transport->signal(Channel::all_gather, peer, Flag::data, n);
+          for (int peer = 0; peer < world; ++peer)
+            transport->signal(Channel::all_gather, peer, Flag::data, n);
           for (int peer = 0; peer < world; ++peer)
             transport->wait(Channel::all_gather, peer, Flag::data, n, within(20s));
         }

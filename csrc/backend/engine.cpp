@@ -13,18 +13,20 @@ constexpr auto kProblemWait = std::chrono::seconds(1);
 // Gives a window back when the call is over, whichever way it ends.
 class Staged {
  public:
-  Staged(std::shared_ptr<Arena> arena, int64_t bytes, std::string* why) : arena_(std::move(arena)) {
-    if (bytes > 0) window_ = arena_->acquire(bytes, why);
+  Staged(std::shared_ptr<Transport> transport, Channel channel, int64_t bytes, std::string* why)
+      : transport_(std::move(transport)), channel_(channel) {
+    if (bytes > 0) window_ = transport_->acquire(channel_, bytes, why);
   }
   ~Staged() {
-    if (window_) arena_->release(*window_);
+    if (window_) transport_->release(channel_, *window_);
   }
   Staged(const Staged&) = delete;
   Staged& operator=(const Staged&) = delete;
   const std::optional<Window>& window() const { return window_; }
 
  private:
-  std::shared_ptr<Arena> arena_;
+  std::shared_ptr<Transport> transport_;
+  Channel channel_;
   std::optional<Window> window_;
 };
 
@@ -212,7 +214,7 @@ Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const W
   auto offer_staging = [&] {
     const int64_t bytes = plan(q, Path::staged)->window_bytes;
     std::string why;
-    staged.emplace(transport->arena(), bytes, &why);
+    staged.emplace(transport, q.op, bytes, &why);
     mine.window_offset = -1;
     mine.window_bytes = bytes;
     if (staged->window()) mine.window_offset = staged->window()->offset;

@@ -20,13 +20,13 @@ class Run {
         copy(at(s.to, s.bytes), at(s.from, s.bytes), s.bytes);
         return;
       case StepKind::fill:
-        std::memset(at(s.to, s.bytes), 0, static_cast<size_t>(s.bytes));
+        fill(at(s.to, s.bytes), s.bytes);
         return;
       case StepKind::signal:
-        if (s.flag != Flag::ready) transport_->signal(call_.channel, s.peer, s.flag, value(s));
+        transport_->signal(call_.channel, s.peer, s.flag, value(s));
         return;
       case StepKind::wait:
-        if (s.flag != Flag::ready) transport_->wait(call_.channel, s.peer, s.flag, value(s), wait_);
+        transport_->wait(call_.channel, s.peer, s.flag, value(s), wait_);
         return;
       case StepKind::accumulate:
         accumulate(s);
@@ -55,9 +55,17 @@ class Run {
   void copy(std::byte* to, const std::byte* from, int64_t bytes) {
     if (to == from) return;  // already at its place
     if (transport_) {
-      transport_->copy(to, from, bytes);
+      transport_->copy(call_.channel, to, from, bytes);
     } else {
       std::memcpy(to, from, static_cast<size_t>(bytes));
+    }
+  }
+
+  void fill(std::byte* to, int64_t bytes) {
+    if (transport_) {
+      transport_->fill(call_.channel, to, bytes);
+    } else {
+      std::memset(to, 0, static_cast<size_t>(bytes));
     }
   }
 
@@ -74,7 +82,11 @@ class Run {
       args.staged = transport_->address(plan_.rank, call_.windows[static_cast<size_t>(plan_.rank)] + s.staged, reach);
       args.stride = s.stride;
     }
-    tide::accumulate(call_.in_type, call_.out_type, args);
+    if (transport_) {
+      transport_->accumulate(call_.channel, call_.in_type, call_.out_type, args);
+    } else {
+      tide::accumulate(call_.in_type, call_.out_type, args);
+    }
   }
 
   const Plan& plan_;

@@ -22,8 +22,8 @@ struct Execution {
 constexpr int kChunkBits = 24;
 uint64_t flag_value(uint64_t sequence, int64_t value);
 
-// Plans between ranks must run after Transport::exchange of the same (channel, sequence): the exchange is how the
-// host carries out the plan's ready steps. `transport` may be null for plans without windows and flags.
+// Plans between ranks must run after Transport::exchange of the same (channel, sequence), which tells the windows.
+// `transport` may be null for plans without windows and flags, on host memory.
 void execute(const Plan& plan, const Execution& call, Transport* transport, const Wait& wait);
 
 }  // namespace tide

@@ -13,6 +13,9 @@
 
 #include "types.h"
 
+// Plain description of one reduction; the kernels themselves are the transports' business.
+#include "../kernels/accumulate.h"
+
 namespace tide {
 
 using Clock = std::chrono::steady_clock;
@@ -66,10 +69,25 @@ class Transport {
   // Address in this process of byte `offset` of `rank`'s segment; [offset, offset + bytes) must lie in it.
   virtual std::byte* address(int rank, int64_t offset, int64_t bytes) = 0;
 
-  virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
+  // Memory for one call of `channel`; by default the arena's. A transport whose work goes on after the call
+  // returns orders reuse behind it here.
+  virtual std::optional<Window> acquire(Channel channel, int64_t bytes, std::string* why) {
+    (void)channel;
+    return arena()->acquire(bytes, why);
+  }
+  virtual void release(Channel channel, const Window& window) {
+    (void)channel;
+    arena()->release(window);
+  }
+
+  // Work of one channel happens in the order in which it is given; copies between two flags may overlap.
+  virtual void copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) = 0;
+  virtual void fill(Channel channel, std::byte* to, int64_t bytes) = 0;
+  virtual void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) = 0;
 
   // Sets this rank's flag word at `peer` to `value`. All copies issued before are visible to a peer whose
-  // wait() for that value returned. Values of one (channel, peer, flag) only grow.
+  // wait() for that value returned. Values of one (channel, peer, flag) only grow. Flag::ready says nothing new
+  // where exchange() itself orders memory; such a transport does nothing for it.
   virtual void signal(Channel channel, int peer, Flag flag, uint64_t value) = 0;
   // Waits until the flag word that `peer` sets here has reached `value`.
   virtual void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) = 0;

@@ -109,7 +109,7 @@ void copies() {
         for (int step = 0; step < world; ++step) {
           const int peer = (rank + step) % world;
           const int64_t offset = std::stoll(offsets[static_cast<size_t>(peer)]) + rank * piece;
-          transport->copy(transport->address(peer, offset, piece), shard.data(), piece);
+          transport->copy(Channel::all_gather, transport->address(peer, offset, piece), shard.data(), piece);
           transport->signal(Channel::all_gather, peer, Flag::data, call + 1);
         }
         for (int peer = 0; peer < world; ++peer) {

@@ -1,0 +1,168 @@
+#include "device_arena.h"
+
+#include "../error.h"
+
+namespace tide::cuda {
+
+namespace {
+
+constexpr int64_t kAlign = 4096;
+constexpr int64_t kGranularity = 2 << 20;  // of ncclMemAlloc
+constexpr int64_t kLocalMask = (int64_t{1} << kSegmentShift) - 1;
+
+int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
+}  // namespace
+
+DeviceArena::~DeviceArena() {
+  // A quarantined arena keeps its memory for the life of the process: that is its purpose.
+  if (quarantined_) return;
+  for (Pending& p : pending_) {
+    driver().event_synchronize(p.event);
+    driver().event_destroy(p.event);
+  }
+  for (Segment& s : segments_) nccl().free(s.base);
+  drop_pending();
+}
+
+void DeviceArena::quarantine() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  quarantined_ = true;
+}
+
+std::string DeviceArena::allocate(int64_t bytes) {
+  bytes = round_up(bytes, kGranularity);
+  if (bytes > kLocalMask) return "a segment of " + std::to_string(bytes) + " bytes is too large";
+  void* pointer = nullptr;
+  const NcclResult result = nccl().allocate(&pointer, static_cast<size_t>(bytes));
+  if (result != 0) {
+    size_t free_bytes = 0, total = 0;
+    driver().memory_info(&free_bytes, &total);
+    return "ncclMemAlloc of " + std::to_string(bytes >> 20) + " MiB failed (" + nccl().error_string(result) + "); " +
+           std::to_string(free_bytes >> 20) + " of " + std::to_string(total >> 20) + " MiB are free";
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  new_segment_.base = static_cast<std::byte*>(pointer);
+  new_segment_.bytes = bytes;
+  return "";
+}
+
+void DeviceArena::drop_pending() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (new_segment_.base) nccl().free(new_segment_.base);
+  new_segment_ = Segment();
+}
+
+void DeviceArena::register_pending(NcclComm comm) {
+  Segment segment;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::swap(segment, new_segment_);
+  }
+  check_nccl(nccl().window_register(comm, segment.base, static_cast<size_t>(segment.bytes), &segment.window,
+                                    kWindowCollectiveSymmetric),
+             "ncclCommWindowRegister", comm);
+  if (!segment.window) {
+    nccl().free(segment.base);
+    throw Error(ErrorKind::driver,
+                "tide: ncclCommWindowRegister gave no window: these GPUs cannot address each other's memory");
+  }
+  for (int peer = 0; peer < world_; ++peer) {
+    void* address = segment.base;
+    if (peer != rank_) {
+      check_nccl(nccl().peer_pointer(segment.window, 0, peer, &address), "ncclGetPeerDevicePointer", comm);
+      if (!address) {
+        throw Error(ErrorKind::driver, "tide: ncclGetPeerDevicePointer gave no address for rank " +
+                                           std::to_string(peer) + ": it is not on this NVLink domain");
+      }
+    }
+    segment.peers.push_back(static_cast<std::byte*>(address));
+  }
+  segment.ranges.grow(segment.bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  segments_.push_back(std::move(segment));
+}
+
+std::optional<Window> DeviceArena::acquire(int64_t bytes, std::string* why) {
+  bytes = round_up(std::max<int64_t>(bytes, 1), kAlign);
+  std::lock_guard<std::mutex> lock(mutex_);
+  collect_finished();
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    if (auto offset = segments_[s].ranges.take(bytes)) {
+      return Window{(static_cast<int64_t>(s) << kSegmentShift) + *offset, bytes};
+    }
+  }
+  *why = "no free range of " + std::to_string(bytes) + " bytes in " + std::to_string(segments_.size()) + " segments";
+  return std::nullopt;
+}
+
+void DeviceArena::release(const Window& window) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  segments_[static_cast<size_t>(window.offset >> kSegmentShift)].ranges.give_back(window.offset & kLocalMask);
+}
+
+void DeviceArena::release_behind(const Window& window, Event event) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pending_.push_back({window.offset, window.bytes, event});
+  }
+  release(window);
+}
+
+void DeviceArena::collect_finished() {
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    if (driver().event_query(it->event) == kNotReady) {
+      ++it;
+      continue;
+    }
+    driver().event_destroy(it->event);
+    it = pending_.erase(it);
+  }
+}
+
+void DeviceArena::wait_until_free(const Window& window, Stream stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Pending& p : pending_) {
+    if (p.offset < window.offset + window.bytes && window.offset < p.offset + p.bytes) {
+      check(driver().stream_wait_event(stream, p.event, 0), "cuStreamWaitEvent");
+    }
+  }
+}
+
+std::byte* DeviceArena::address(const Window& window) { return peer_address(rank_, window.offset, window.bytes); }
+
+std::byte* DeviceArena::peer_address(int rank, int64_t offset, int64_t bytes) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto s = static_cast<size_t>(offset >> kSegmentShift);
+  const int64_t local = offset & kLocalMask;
+  if (offset < 0 || s >= segments_.size() || bytes < 0 || local > segments_[s].bytes - bytes) return nullptr;
+  return segments_[s].peers[static_cast<size_t>(rank)] + local;
+}
+
+std::optional<int64_t> DeviceArena::offset_of(const void* pointer, int64_t bytes) {
+  const auto* p = static_cast<const std::byte*>(pointer);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    const Segment& segment = segments_[s];
+    if (p < segment.base || p >= segment.base + segment.bytes) continue;
+    const int64_t local = p - segment.base;
+    if (segment.ranges.taken(local, bytes)) return (static_cast<int64_t>(s) << kSegmentShift) + local;
+  }
+  return std::nullopt;
+}
+
+int64_t DeviceArena::bytes_in_use() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const Segment& s : segments_) bytes += s.ranges.in_use();
+  return bytes;
+}
+
+int64_t DeviceArena::bytes_committed() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const Segment& s : segments_) bytes += s.bytes;
+  return bytes;
+}
+
+}  // namespace tide::cuda

@@ -1,0 +1,74 @@
+// The arena in device memory: segments that every rank of the group allocated and registered together.
+//
+// A segment is one ncclMemAlloc allocation and one window, never one window per parameter. Offsets carry the
+// segment in their upper bits, so an offset published by one rank means the same segment on every other. Growth is
+// collective and therefore explicit (grow()); acquire() never allocates. Freed ranges come back with the event of
+// the stream that last used them; whoever gets such a range waits for it on its own stream.
+#pragma once
+
+#include <list>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "../range_allocator.h"
+#include "../transport.h"
+#include "driver.h"
+#include "nccl.h"
+
+namespace tide::cuda {
+
+constexpr int kSegmentShift = 40;
+
+class DeviceArena : public Arena {
+ public:
+  DeviceArena(int rank, int world) : rank_(rank), world_(world) {}
+  ~DeviceArena() override;
+
+  // Collective, in three steps that the caller puts host exchanges between, so that one rank's failure is every
+  // rank's: allocate locally ("" or why not), then either register on all or drop on all.
+  std::string allocate(int64_t bytes);
+  void register_pending(NcclComm comm);
+  void drop_pending();
+
+  std::optional<Window> acquire(int64_t bytes, std::string* why) override;
+  void release(const Window& window) override;  // nothing on the device uses it any more
+  std::byte* address(const Window& window) override;
+  std::optional<int64_t> offset_of(const void* pointer, int64_t bytes) override;
+  int64_t bytes_in_use() const override;
+  int64_t bytes_committed() const override;
+
+  // `event` (owned from now on) is recorded behind the last use of the range.
+  void release_behind(const Window& window, Event event);
+  // Makes `stream` wait for the last use of everything that overlaps `window`.
+  void wait_until_free(const Window& window, Stream stream);
+
+  // Byte `offset` of `rank`'s arena in this process's address space; nullptr outside.
+  std::byte* peer_address(int rank, int64_t offset, int64_t bytes) const;
+
+  // The memory outlives the group: peers' copies may still be on their way into it.
+  void quarantine();
+
+ private:
+  struct Segment {
+    std::byte* base = nullptr;
+    int64_t bytes = 0;
+    NcclWindow window = nullptr;
+    std::vector<std::byte*> peers;  // by rank; own address for this rank
+    RangeAllocator ranges;
+  };
+  struct Pending {
+    int64_t offset, bytes;
+    Event event;
+  };
+  void collect_finished();  // with the lock held
+
+  const int rank_, world_;
+  mutable std::mutex mutex_;
+  std::vector<Segment> segments_;
+  std::list<Pending> pending_;
+  Segment new_segment_;
+  bool quarantined_ = false;
+};
+
+}  // namespace tide::cuda

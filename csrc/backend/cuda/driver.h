@@ -1,0 +1,77 @@
+// The CUDA driver calls that tide makes, as a table of functions found at run time.
+//
+// Types are opaque and constants are spelled out, so this compiles without CUDA headers and one build serves
+// machines with and without a GPU; tests put their own functions into the table. The signatures are the stable
+// C ABI of libcuda.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace tide::cuda {
+
+using Result = int;  // CUresult; 0 is success
+using Stream = void*;
+using Event = void*;
+using DevicePtr = uint64_t;
+
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kHostRegisterPortable = 1;
+constexpr unsigned kHostRegisterDeviceMap = 2;
+constexpr unsigned kWaitGreaterOrEqual = 0;
+constexpr unsigned kWriteDefault = 0;  // with a barrier: everything earlier on the stream is visible first
+constexpr Result kNotReady = 600;
+constexpr Result kNotSupported = 801;
+
+// CUmemcpyAttributes of cuMemcpyBatchAsync.
+struct CopyAttributes {
+  int source_access_order = 1;  // in stream order
+  struct Location {
+    int type = 0;
+    int id = 0;
+  } source_hint, target_hint;
+  unsigned flags = 1;  // prefer overlap with compute
+};
+
+struct Driver {
+  Result (*stream_create)(Stream*, unsigned flags, int priority) = nullptr;
+  Result (*stream_destroy)(Stream) = nullptr;
+  Result (*stream_query)(Stream) = nullptr;
+  Result (*stream_synchronize)(Stream) = nullptr;
+  Result (*stream_wait_event)(Stream, Event, unsigned flags) = nullptr;
+  Result (*stream_is_capturing)(Stream, int* status) = nullptr;
+  Result (*stream_write_value)(Stream, DevicePtr, uint64_t, unsigned flags) = nullptr;
+  Result (*stream_wait_value)(Stream, DevicePtr, uint64_t, unsigned flags) = nullptr;
+  Result (*event_create)(Event*, unsigned flags) = nullptr;
+  Result (*event_destroy)(Event) = nullptr;
+  Result (*event_record)(Event, Stream) = nullptr;
+  Result (*event_query)(Event) = nullptr;
+  Result (*event_synchronize)(Event) = nullptr;
+  Result (*copy)(DevicePtr to, DevicePtr from, size_t bytes, Stream) = nullptr;
+  // May be null: driver older than 12.8.
+  Result (*copy_batch)(DevicePtr* to, DevicePtr* from, size_t* bytes, size_t count, CopyAttributes*, size_t* indices,
+                       size_t attributes, Stream) = nullptr;
+  Result (*fill)(DevicePtr, unsigned char value, size_t bytes, Stream) = nullptr;
+  Result (*host_register)(void*, size_t bytes, unsigned flags) = nullptr;
+  Result (*host_unregister)(void*) = nullptr;
+  Result (*host_device_pointer)(DevicePtr*, void*, unsigned flags) = nullptr;
+  Result (*memory_info)(size_t* free, size_t* total) = nullptr;
+  Result (*error_name)(Result, const char**) = nullptr;
+  int (*version)(int*) = nullptr;
+  std::string library;  // where the table came from
+
+  // Null, or why there is no usable driver: the library or the call that is missing.
+  std::string problem;
+};
+
+// The process's table; loaded on first use. Never creates a context.
+const Driver& driver();
+// Tests: replaces the table for the life of the process.
+void set_driver(Driver replacement);
+
+// Throws Error(driver) "cuMemcpyAsync failed: CUDA_ERROR_... (700)" unless `result` is success.
+void check(Result result, const char* call);
+
+}  // namespace tide::cuda

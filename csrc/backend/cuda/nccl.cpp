@@ -1,0 +1,104 @@
+#include "nccl.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+
+#include "../error.h"
+
+namespace tide::cuda {
+
+namespace {
+
+template <typename F>
+bool find(void* library, const char* name, F& function) {
+  function = reinterpret_cast<F>(dlsym(library, name));
+  return function != nullptr;
+}
+
+std::string file_of(void* symbol, const std::string& fallback) {
+  Dl_info info;
+  return dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : fallback;
+}
+
+// Fills the table from one library; says in `problem` what is missing.
+Nccl load_one(void* library, const std::string& name) {
+  Nccl n;
+  if (!find(library, "ncclGetVersion", n.get_version) || n.get_version(&n.version) != 0) {
+    n.problem = name + " is no NCCL library";
+    return n;
+  }
+  n.library = file_of(reinterpret_cast<void*>(n.get_version), name);
+  const bool complete =
+      find(library, "ncclGetErrorString", n.error_string) && find(library, "ncclGetLastError", n.last_error) &&
+      find(library, "ncclGetUniqueId", n.unique_id) && find(library, "ncclCommInitRank", n.init_rank) &&
+      find(library, "ncclCommDestroy", n.destroy) && find(library, "ncclCommAbort", n.abort) &&
+      find(library, "ncclMemAlloc", n.allocate) && find(library, "ncclMemFree", n.free) &&
+      find(library, "ncclCommWindowRegister", n.window_register) &&
+      find(library, "ncclCommWindowDeregister", n.window_deregister) &&
+      find(library, "ncclGetPeerDevicePointer", n.peer_pointer);
+  if (!complete || n.version < kOldestNccl) {
+    n.problem = "NCCL " + version_text(n.version) + " (" + n.library + ") is older than " + version_text(kOldestNccl);
+  }
+  return n;
+}
+
+std::mutex mutex;
+std::vector<std::string> search;
+Nccl* table = nullptr;
+
+}  // namespace
+
+std::string version_text(int version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+Nccl load_nccl(const std::vector<std::string>& candidates) {
+  std::string tried;
+  for (const std::string& path : candidates) {
+    // RTLD_LOCAL: a second NCCL must not shadow torch's symbols.
+    void* library = path.empty() ? dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD) : dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+      if (!path.empty()) tried += "; " + path + ": " + dlerror();
+      continue;
+    }
+    Nccl n = load_one(library, path.empty() ? "the process's libnccl.so.2" : path);
+    if (n.problem.empty()) return n;
+    tried += "; " + n.problem;
+    dlclose(library);
+  }
+  Nccl none;
+  none.problem = "no NCCL " + version_text(kOldestNccl) + " or newer" + tried +
+                 "; install nvidia-nccl-cu13 (or -cu12), or set TIDE_NCCL_LIBRARY to a libnccl.so.2";
+  return none;
+}
+
+const Nccl& nccl() {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!table) table = new Nccl(load_nccl(search));
+  return *table;
+}
+
+void set_nccl_candidates(std::vector<std::string> candidates) {
+  std::lock_guard<std::mutex> lock(mutex);
+  search = std::move(candidates);
+}
+
+void set_nccl(Nccl replacement) {
+  std::lock_guard<std::mutex> lock(mutex);
+  table = new Nccl(std::move(replacement));
+}
+
+void check_nccl(NcclResult result, const char* call, NcclComm comm) {
+  if (result == 0) return;
+  std::string text = std::string("tide: ") + call + " failed: ";
+  text += nccl().error_string ? nccl().error_string(result) : "unknown error";
+  if (nccl().last_error) {
+    const char* detail = nccl().last_error(comm);
+    if (detail && *detail) text += std::string(": ") + detail;
+  }
+  throw Error(ErrorKind::driver, text + " (" + std::to_string(result) + ", NCCL " + version_text(nccl().version) + ")");
+}
+
+}  // namespace tide::cuda

@@ -25,7 +25,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kTick{100};
 constexpr int kChecksBeforeSleep = 4;
 
-class ShmTransport : public Transport {
+class ShmTransport : public Transport, public SharedTables {
  public:
   ShmTransport(const Speaker& who, Segment table, std::shared_ptr<ShmArena> arena, std::vector<Peer> peers)
       : who_(who), own_memory_(std::move(table)), arena_(std::move(arena)), peers_(std::move(peers)) {
@@ -59,6 +59,16 @@ class ShmTransport : public Transport {
   void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
   void abort(const std::string& reason) override;
 
+  std::pair<std::byte*, int64_t> table_memory(int owner) override {
+    const Segment& memory = owner == who_.rank ? own_memory_ : peers_[index(owner)].table;
+    return {memory.data(), memory.bytes()};
+  }
+  std::atomic<uint64_t>& flag_word(int owner, Channel channel, Flag flag, int source) override {
+    return table(owner).flag(channel, flag, source);
+  }
+  std::string lost(int rank) const override;
+  std::string last_calls(int rank) override { return name_of(rank) + " (" + table(rank).last_calls() + ")"; }
+
  private:
   static size_t index(int rank) { return static_cast<size_t>(rank); }
   const Table& own() const { return tables_[index(who_.rank)]; }
@@ -72,8 +82,6 @@ class ShmTransport : public Transport {
   // Sleeps until `arrived(rank)` holds for every rank of `missing`. `goal(rank)` says what is awaited.
   template <class Arrived, class Goal>
   void await(Channel channel, std::vector<int> missing, const Wait& wait, Arrived arrived, Goal goal) const;
-  // Why `rank` will never deliver, or "".
-  std::string lost(int rank) const;
   template <class Goal>
   std::string timeout_text(Clock::duration waited, const std::vector<int>& missing, Goal goal) const;
 
@@ -289,7 +297,7 @@ ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions
     table_memfd.reset();  // the store may need the descriptors
     arena.reset();
   }
-  if (std::string reason = handshake.meet(failure); !reason.empty()) return {nullptr, reason};
+  if (std::string reason = handshake.meet(failure); !reason.empty()) return {nullptr, reason, nullptr};
 
   std::vector<Peer> peers;
   try {
@@ -297,8 +305,9 @@ ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions
   } catch (const ShmUnavailable& error) {
     failure = error.what();
   }
-  if (std::string reason = handshake.agree(failure); !reason.empty()) return {nullptr, reason};
-  return {std::make_shared<ShmTransport>(who, std::move(table), std::move(arena), std::move(peers)), ""};
+  if (std::string reason = handshake.agree(failure); !reason.empty()) return {nullptr, reason, nullptr};
+  auto transport = std::make_shared<ShmTransport>(who, std::move(table), std::move(arena), std::move(peers));
+  return {transport, "", transport};
 }
 
 }  // namespace tide

@@ -18,17 +18,20 @@ import tide_backend
 
 STEPS = 5
 FACTORIES = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
-_groups: dict[Any, Any] = {}
+_groups: dict[Any, Any] = {}  # made beside the default group (tide), and only good with it
 
 
 def gloo_group() -> dist.ProcessGroup:
-    if "gloo" not in _groups:
-        _groups["gloo"] = dist.new_group(backend="gloo")
+    """All ranks on gloo; made by all of them at the same time."""
+    if _groups.get("default") is not dist.group.WORLD:
+        _groups.clear()
+        _groups.update(default=dist.group.WORLD, gloo=dist.new_group(backend="gloo"))
     return _groups["gloo"]
 
 
 def mesh(backend: str, hsdp: bool = False) -> DeviceMesh:
     """All ranks in one dimension, or replicate 2 x shard world/2."""
+    gloo_group()
     if (backend, hsdp) not in _groups:
         if not hsdp:
             group = dist.group.WORLD if backend == "tide" else gloo_group()
@@ -174,8 +177,8 @@ def assert_served_by_tide(case: Case, group: dist.ProcessGroup) -> None:
     assert reducing == (modules - {"blocks.2"} if case.frozen else modules), reducing
 
 
-def compare_with_gloo(case: Case) -> dict[str, float]:
-    """Run the case on both backends; every rank asserts. Returns the errors found, for the record."""
+def compare_with_gloo(rank: int, world: int, case: Case) -> float:
+    """Run the case on both backends; every rank asserts. Returns the largest difference of parameters."""
     group = mesh("tide", case.hsdp).get_group("shard") if case.hsdp else dist.group.WORLD
     torch.use_deterministic_algorithms(case.deterministic)
     try:
@@ -205,16 +208,16 @@ def compare_with_gloo(case: Case) -> dict[str, float]:
     assert len(tide["extra"]) == len(gloo["extra"])
     for ours, theirs in zip(tide["extra"], gloo["extra"], strict=True):
         close(ours, theirs, tolerance, "evaluation or state dict")
-    worst = max(
-        (tide["parameters"][n] - gloo["parameters"][n]).abs().max().item() if p.numel() else 0.0
-        for n, p in tide["parameters"].items()
-    )
-    return {"parameters": worst}
+    differences = [
+        (parameter - gloo["parameters"][name]).abs().max().item()
+        for name, parameter in tide["parameters"].items()
+        if parameter.numel()
+    ]
+    return max(differences)
 
 
-def gradients_match_float64(case: Case) -> None:
+def gradients_match_float64(rank: int, world: int, case: Case) -> None:
     """The reduced gradients against every rank's own ones on an unsharded model, summed in float64."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     plain = build(case)
     if case.precision == "bf16":
         plain.to(torch.bfloat16)

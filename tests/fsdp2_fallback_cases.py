@@ -142,7 +142,7 @@ def _tide_run(shard: Callable[[nn.Sequential], None]) -> tuple[list[torch.Tensor
     return gradients, messages, tide_backend.report()
 
 
-def fall_back(name: str) -> None:
+def fall_back(rank: int, world: int, name: str) -> None:
     """One set-up on tide and on gloo; asserts numbers, reasons, and one warning per kind."""
     shard, kinds, on_tide = SETUPS[name]
     gradients, messages, report = _tide_run(lambda model: shard(model, mesh("tide")))
@@ -161,9 +161,9 @@ def fall_back(name: str) -> None:
     assert all(any(reason in message for reason in reasons) for message in messages), messages
 
 
-def one_rank() -> None:
+def one_rank(rank: int, world: int) -> None:
     """A group of one rank per process."""
-    alone = [dist.new_group([r], backend="tide") for r in range(dist.get_world_size())][dist.get_rank()]
+    alone = [dist.new_group([r], backend="tide") for r in range(world)][rank]
     on = DeviceMesh.from_group(alone, "cpu")
     gradients, messages, report = _tide_run(lambda model: _shard(model, on))
     model = _model()
@@ -189,7 +189,7 @@ def _plain(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
     return seen
 
 
-def unknown_fsdp2() -> None:
+def unknown_fsdp2(rank: int, world: int) -> None:
     """An FSDP2 whose all-gather takes one more parameter: PyTorch's path, one warning, right numbers."""
     fsdp2.uninstall()
     known = _fsdp_collectives.foreach_all_gather
@@ -231,7 +231,7 @@ def unknown_fsdp2() -> None:
         close(ours, theirs, 1e-6, "gradient")
 
 
-def comm_objects_are_kept() -> None:
+def comm_objects_are_kept(rank: int, world: int) -> None:
     """tide's reduce-scatter object passes FSDP2's own checks and never takes the place of a user's."""
     model = _model()
     _shard(model, mesh("tide"))

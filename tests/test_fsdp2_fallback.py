@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fsdp2_fallback_cases import SETUPS, comm_objects_are_kept, fall_back, one_rank, unknown_fsdp2
-from fsdp2_pool import pool
+from ranks import run_ranks
 
 from tide_backend.fsdp2.contract import contract_problems
 from tide_backend.fsdp2.journal import Journal, Reason
@@ -21,19 +21,19 @@ NAMES = ("_fsdp_param_group", "_fsdp_collectives", "_fsdp_param")
 
 @pytest.mark.parametrize("name", sorted(SETUPS))
 def test_falls_back_with_reason_and_one_warning(name: str) -> None:
-    assert pool(2).run(fall_back, name) == [None, None]
+    assert run_ranks(2, fall_back, name) == [None, None]
 
 
 def test_one_rank() -> None:
-    assert pool(2).run(one_rank) == [None, None]
+    assert run_ranks(2, one_rank) == [None, None]
 
 
 def test_unknown_fsdp2_keeps_pytorchs_path() -> None:
-    assert pool(2).run(unknown_fsdp2) == [None, None]
+    assert run_ranks(2, unknown_fsdp2) == [None, None]
 
 
 def test_comm_objects_of_the_user_are_kept() -> None:
-    assert pool(2).run(comm_objects_are_kept) == [None, None]
+    assert run_ranks(2, comm_objects_are_kept) == [None, None]
 
 
 def fsdp2_modules() -> list[Any]:

@@ -14,6 +14,7 @@ searched capacity (MultiFit): Coffman, Garey and Johnson, 1978.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Iterable, Sequence
@@ -267,17 +268,20 @@ def _build(
 def _reason(facts: dict[str, Any], repacked: bool, guard: bool) -> str:
     if not facts["tokens"]:
         return "empty parent"
-    alone, packed, taken = facts["baseline_rows_us"], facts["partition_rows_us"], facts["rows_us"]
-    infinite = float("inf")
+    alone, packed = facts["baseline_rows_us"], facts["partition_rows_us"]
     if not repacked:
-        if packed == infinite:
+        if packed == math.inf:
             return "left alone: children inside a node would exceed the memory limits"
         fullest = f"fullest rank {facts['balanced_phi']:.3f} of the mean"
-        return f"left alone: children would cost {packed / alone - 1:+.2%}, {fullest}"
+        return f"left alone: children would cost {_against(packed, alone)}, {fullest}"
     how = f"fullest rank {facts['phi']:.3f} of the mean"
     if facts["form"] == "spill":
         how += ", long samples stay parent-wide"
-    if alone == infinite:
+    if alone == math.inf:
         return f"repacked: the parent-wide layout would exceed the memory limits; {how}"
     guarded = "" if guard else ", guard off"
-    return f"repacked: {taken / alone - 1:+.2%} against no repacking, {how}{guarded}"
+    return f"repacked: {_against(facts['rows_us'], alone)} against no repacking, {how}{guarded}"
+
+
+def _against(cost: float, reference: float) -> str:
+    return f"{cost / reference - 1:+.2%}" if reference else "nothing either way"

@@ -19,11 +19,13 @@ ParentCosts parent_costs(const Shape& shape, const Costs& costs, bool may_stay_w
 // With `even_row` finite, a bound on the cheaper of both ways. `lengths`: longest first.
 double step_bound(const Lengths& lengths, const Shape& shape, const ParentCosts& costs);
 
-// Parents meet at every layer: bounds on max square * sum L^2 and on max row * rows, apart. us.
+// Parents meet at every layer: bounds on max square * sum L^2, on max row * rows, and on the sum of the two.
+// us. The sum may exceed its parts: the parent of the longest sample either takes squares with its share of
+// the tokens, or leaves tokens to the others.
 struct LayerBound {
   double attention = 0;
   double rows = 0;
-  double total() const { return attention + rows; }
+  double total = 0;
 };
 LayerBound layer_bound(const Lengths& lengths, const Shape& shape, const ParentCosts& costs);
 

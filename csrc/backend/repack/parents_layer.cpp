@@ -31,7 +31,7 @@ class LayerSpread {
         lengths_(problem.order.size()) {
     for (size_t i = 0; i < lengths_.size(); ++i) lengths_[i] = problem.lengths[problem.order[i]];
     const LayerBound bound = layer_bound(lengths_, problem.shape, problem.costs);
-    bound_us_ = bound.total();
+    bound_us_ = bound.total;
     least_squares_ = problem.costs.square > 0 ? bound.attention / problem.costs.square : kNoBudget;
     mean_tokens_ = std::accumulate(lengths_.begin(), lengths_.end(), 0.0) / parents_;
   }

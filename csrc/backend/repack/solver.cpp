@@ -283,9 +283,10 @@ class Solver {
         const LayerBound bound = layer_bound(sorted, work.spec.shape, costs);
         layer.attention = std::max(layer.attention, bound.attention);
         layer.rows = std::max(layer.rows, bound.rows);
+        layer.total = std::max(layer.total, bound.total);
       }
     }
-    return options_.sync == Sync::step ? step : layer.total();
+    return options_.sync == Sync::step ? step : std::max(layer.total, layer.attention + layer.rows);
   }
 
   const Lengths& lengths_;

@@ -19,10 +19,10 @@ TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
 class Case:
     """A random plan of `world` ranks, global q, k, v, loss weights; the reference's outputs and gradients."""
 
-    def __init__(self, seed: int, world: int, kv: int, spill: bool | None = False, longest: int = 24):
+    def __init__(self, seed: int, world: int, kv: int, spill: bool | None = False, v_dim: int = 6):
         rng = random.Random(seed)
         while True:
-            a = random_assignment(rng.randrange(10**6), width=world, parents=1, longest=longest)
+            a = random_assignment(rng.randrange(10**6), width=world, parents=1, longest=24)
             parent = a.parents[0]
             spilled = len(parent.children) > 1 and parent.children[0].width == parent.width
             if a.lengths and (spill is None or spilled == spill):
@@ -31,7 +31,7 @@ class Case:
         self.lengths, self.tokens, self.rng = a.lengths, sum(a.lengths), rng
         generator = torch.Generator().manual_seed(seed)
         heads = 2 * world if kv != 3 * world else 6 * world
-        shapes = ((heads, 4), (kv, 4), (kv, 6), (heads, 6))
+        shapes = ((heads, 4), (kv, 4), (kv, v_dim), (heads, v_dim))
         made = [torch.randn(self.tokens, *s, generator=generator, dtype=torch.float64) for s in shapes]
         self.qkv, self.weight = made[:3], made[3]
         leaves = [t.clone().requires_grad_() for t in self.qkv]

@@ -136,9 +136,7 @@ def train(case: Case, backend: str) -> dict[str, Any]:
                 loss.backward()
                 losses.append(loss.item())
         if step == 0:
-            gradients = {
-                n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None
-            }
+            gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         if case.evaluate:
@@ -148,11 +146,11 @@ def train(case: Case, backend: str) -> dict[str, Any]:
                 extra.append(loss_of(model, rank, 98).item())
         if case.state_dict and step == 2:
             state = model.state_dict()
-            extra += [state[name].to_local().clone() for name in sorted(state)]
+            extra += [state[name].full_tensor().clone() for name in sorted(state)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation without reshard_after_forward leaves them gathered
-    parameters = {n: p.to_local().detach().clone() for n, p in model.named_parameters()}
+    parameters = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
     return dict(losses=losses, gradients=gradients, extra=extra, parameters=parameters, trace=trace)
 
 

@@ -36,7 +36,6 @@ PARAM_ATTRIBUTES = [
     "_orig_size",
     "_sharded_param_data",
     "_sharded_post_forward_param_data",
-    "_unsharded_dtensor_spec",
     "all_gather_outputs",
     "fsdp_placement",
     "is_dtensor",

@@ -78,7 +78,9 @@ def _refuse_parameter(p: Any, source: Any, device: torch.device) -> Reason | Non
         return Reason("cpu_offload", f"{name} is offloaded to the CPU")
     if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather"):
         return Reason("extension", f"{name} has an fsdp_pre_all_gather extension")
-    if p.is_dtensor or getattr(p, "is_spmd_types", False) or p._unsharded_dtensor_spec is not None:
+    # The second and third exist from PyTorch 2.14 on.
+    spec = getattr(p, "_unsharded_dtensor_spec", None)
+    if p.is_dtensor or getattr(p, "is_spmd_types", False) or spec is not None:
         return Reason("dtensor", f"{name} is a DTensor before FSDP2 shards it")
     if p.fsdp_placement.dim != 0:
         return Reason("shard_dim", f"{name} is sharded on dim {p.fsdp_placement.dim}")

@@ -176,7 +176,7 @@ def milp_parents(
     """Best total with one child per node of 8, in us: (best found, proven bound)."""
     n, per_parent = len(lengths), width // 8
     nodes = count * per_parent
-    # Variables: sample in node; rows cost of each parent; two maxima, of rows and attention (layer) or 0 and all.
+    # Variables: sample in node; rows cost of each parent; two maxima: of rows and attention, or 0 and all.
     size = n * nodes + count + 2
     row_price = sum(row_prices(model, width, 8, 8))
     rows = []

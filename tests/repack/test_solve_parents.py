@@ -196,7 +196,7 @@ def test_order_of_samples_does_not_change_the_cost():
     ("arguments", "message"),
     [
         ({"lengths": [5, 0]}, "sample 1 has length 0, expected at least 1"),
-        ({"lengths": [5, 1 << 27]}, "sample 1 has length 134217728"),
+        ({"lengths": [5, 1 << 31]}, "sample 1 has length 2147483648: too long for 2 samples"),
         ({"parents": [(0, 8)]}, "got 0 parents of width 8"),
         ({"parents": [(1, 12)]}, "parent width: got 12, expected a power of two"),
         ({"parents": [(1, 16)], "ranks_per_node": 6}, "ranks_per_node: got 6"),

@@ -25,6 +25,7 @@ from tide_backend.repack.assignment import Assignment, Child, Parent
 from tide_backend.repack.cost import MAX_CHILD_WIDTH, CostModel, unit_width
 
 _CHILD_WIDTHS = (1, 2, 4, MAX_CHILD_WIDTH)
+_NO_LIMIT = 1 << 48  # tokens; larger caps are no caps
 # Fullest rank over mean: as built, at best, and with every node one child.
 _PHI = (("phi", "max_rows"), ("bound_phi", "bound_rows"), ("balanced_phi", "balanced_rows"))
 
@@ -99,8 +100,8 @@ def solve(
         guard,
         spill,
         slack,
-        max_rows or 0,
-        max_parent_tokens or 0,
+        min(max_rows or 0, _NO_LIMIT),
+        min(max_parent_tokens or 0, _NO_LIMIT),
     )
     built, numbers = _build(result["parents"], shapes, first_rank, guard)
     stats: dict[str, Any] = {
@@ -151,12 +152,17 @@ def pack_children(
 def _lengths(lengths: Iterable[int]) -> list[int]:
     values = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     sizes = list(map(operator.index, values))
-    if sizes and min(sizes) < 1:
+    if not sizes:
+        return sizes
+    if min(sizes) < 1:
         sample = next(s for s, length in enumerate(sizes) if length < 1)
         raise ValueError(f"sample {sample} has length {sizes[sample]}, expected at least 1; drop it")
-    if sizes and max(sizes) >= 1 << 26:
-        sample = sizes.index(max(sizes))
-        raise ValueError(f"sample {sample} has length {sizes[sample]}, expected fewer than {1 << 26} tokens")
+    longest = max(sizes)
+    if longest**2 * len(sizes) >= 1 << 62:  # sums of squares are 64-bit integers in the core
+        raise ValueError(
+            f"sample {sizes.index(longest)} has length {longest}: too long for {len(sizes)} samples to be "
+            f"solved together, expected fewer than {math.isqrt((1 << 62) // len(sizes))} tokens"
+        )
     return sizes
 
 

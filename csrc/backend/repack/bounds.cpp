@@ -122,7 +122,8 @@ LayerBound layer_bound(const Lengths& lengths, const Shape& shape, const ParentC
     bound.rows = step_bound(lengths, shape, {0, costs.row, costs.even_row});
   }
   bound.total = bound.attention + bound.rows;
-  if (costs.row > 0) bound.total = std::max(bound.total, crowded_bound(lengths, shape, costs, bound.rows));
+  if (std::min(costs.row, costs.even_row) > 0)
+    bound.total = std::max(bound.total, crowded_bound(lengths, shape, costs, bound.rows));
   return bound;
 }
 

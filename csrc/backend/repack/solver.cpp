@@ -85,8 +85,11 @@ class Solver {
     return solution.balance_us <= bound * (1 + kNear);
   }
 
-  // Keeps another membership if it is better; packs it only if it could be.
+  // Keeps another membership if it is better; packs it only if it could be and fits the limits.
   void consider(Rule rule, const std::vector<Members>& all, double bound, Solution& best) const {
+    for (size_t c = 0; c < work_.size(); ++c) {
+      if (!holds(work_[c].spec.shape, all[c])) return;
+    }
     const bool guard_needs_it = options_.guard && best.cost_us > best.work_us;
     if (!guard_needs_it && (near(best, bound) || at_least_us(all) >= best.cost_us)) return;
     Solution other = with_members(all);

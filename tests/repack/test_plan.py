@@ -104,7 +104,7 @@ def test_describe() -> None:
         plans(SMALL)[0].describe(),
         """\
 parent of 4 ranks (global 0..3), repacked: a test
-  5 samples, 45 tokens; cut envelope, order rank-major, hash b2e67326a6ba
+  5 samples, 45 tokens; cut envelope, order rank-major, hash 9f0f6c35f899
   rows a rank: 3 to 17, mean 11.2, phi 1.511; envelope of 17 rows, 23 pad rows (33.8 %)
   child 0: ranks 0..1, rows 17 3, 20 tokens, samples 3
   child 1: ranks 2, rows 17, 17 tokens, samples 0 1
@@ -143,3 +143,29 @@ def test_replicated_kv_heads_are_counted_once_per_replica() -> None:
     assert sum(moved["enter"].values()) == 4 * 16 * 3 * 8
     assert moved["enter"]["same_rank"] == 4 * 4 * 3 * 8
     assert moved["enter"]["other_node"] == 2 * moved["enter"]["same_node"]
+
+
+def test_child_plans_keep_the_rows() -> None:
+    """A child's own plan cuts its packed row as the parent's plan does, and finds its rows on every rank."""
+    for seed in range(200):
+        for plan, held, a in random_plans(seed):
+            for number, c in enumerate(plan.children):
+                mine = plan.child_plan(number)
+                assert mine.ranks == plan.ranks[c.first_rank : c.first_rank + c.width]
+                assert mine.row_cap == plan.row_cap
+                tokens = []
+                for j in range(c.width):
+                    part = held[c.first_rank + j][plan.child_rows(number, c.first_rank + j)]
+                    assert [
+                        (s.sample, s.start + i) for s in mine.segments(j) for i in range(s.length)
+                    ] == part
+                    tokens += part
+                assert tokens == [(s, i) for s in c.samples for i in range(a.lengths[s])]
+                assert mine.cu_seqlens().tolist() == plan.cu_seqlens(child=number).tolist()
+
+
+def test_min_row_cap() -> None:
+    plan = plans(SMALL, min_row_cap=19)[0]
+    assert (plan.row_cap, plan.rows) == (19, (19, 1, 17, 8))
+    assert plans(SMALL, min_row_cap=19, row_multiple=8)[0].row_cap == 24
+    assert plans(SMALL, min_row_cap=10)[0].row_cap == 17

@@ -24,7 +24,7 @@ def good() -> Plan:
 def test_hash_is_a_constant_of_the_layout() -> None:
     text = (
         '{"bases":[0,10,17,20,40],"children":[[0,2,[3]],[2,1,[0,1]],[3,1,[4,2]]],"cut":"envelope",'
-        '"format":"tide-repack-plan-1","lengths":[10,7,3,20,5],"order":"rank-major","ranks":[0,1,2,3],'
+        '"format":"tide-repack-plan-1","lengths":[10,7,3,20,5],"min_row_cap":0,"order":"rank-major","ranks":[0,1,2,3],'
         '"row_multiple":1,"samples":[0,1,2,3,4]}'
     )
     assert good().hash == hashlib.sha256(text.encode()).hexdigest()
@@ -43,6 +43,7 @@ def test_hash_sees_everything_that_moves_an_element() -> None:
         Plan.of(Parent(0, 4, CHILDREN), LENGTHS, cut="balanced"),
         Plan.of(Parent(0, 4, CHILDREN), LENGTHS, order="canonical"),
         Plan.of(Parent(0, 4, CHILDREN), LENGTHS, row_multiple=2),
+        Plan.of(Parent(0, 4, CHILDREN), LENGTHS, min_row_cap=17),
         Plan.of(Parent(0, 4, CHILDREN), LENGTHS, ranks=(0, 2, 4, 6)),
         Plan.of(Parent(0, 4, (*CHILDREN[:2], Child(3, 1, (4, 3)), Child(0, 2, (2,)))[1:]), LENGTHS),
         replace(good(), bases=tuple(b + 1 for b in good().bases)),
@@ -118,6 +119,7 @@ def test_bad_assignments_are_refused(bad: Assignment, says: str) -> None:
         (Parent(0, 4, CHILDREN), {"cut": "even"}, "unknown cut; got 'even', expected envelope or balanced"),
         (Parent(0, 4, CHILDREN), {"order": "zigzag"}, "unknown order"),
         (Parent(0, 4, CHILDREN), {"row_multiple": 0}, "row_multiple; got 0"),
+        (Parent(0, 4, CHILDREN), {"min_row_cap": -1}, "min_row_cap; got -1"),
         (Parent(0, 4, CHILDREN), {"ranks": (0, 1, 1, 2)}, "ranks of the parent"),
         (Parent(0, 4, CHILDREN), {"ranks": (0, 1)}, "child 1 lies outside its parent"),
         (
@@ -150,6 +152,7 @@ def test_arguments_are_checked() -> None:
     for call, says in [
         (lambda: plan.local_index(), "no rank given"),
         (lambda: plan.local_index(4), "rank outside the parent; got 4, expected parent-local 0..3"),
+        (lambda: plan.child_rows(0, 2), "rank 2 is not in child 0; expected one of"),
         (lambda: plan.cu_seqlens(child=3), "no such child; got 3, expected 0..2"),
         (lambda: plan.cu_seqlens(child=0, rank=0), "at once"),
         (lambda: plan.in_splits("out", 0), "unknown direction; got 'out'"),

@@ -27,6 +27,7 @@ from .assignment import Assignment, Child, Parent
 from .errors import bad, message
 from .layout import Segment
 from .serial import plan_from_json, plan_hash, plan_to_json
+from .splits import split_sizes
 from .validate import check_assignment, check_plan, check_rows
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Plan:
             split sizes.
         order: row order of the parent layout.
         row_multiple: `row_cap` is rounded up to a multiple of it (kernels that want 16 or 128 rows).
+        min_row_cap: `row_cap` is at least this (to meet one of few sizes, as CUDA graphs want).
         ranks_per_node: for the traffic figures only.
         repacked, reason: what the solver decided and why; not part of the hash.
     """
@@ -68,6 +70,7 @@ class Plan:
     cut: str = "envelope"
     order: str = "rank-major"
     row_multiple: int = 1
+    min_row_cap: int = 0
     ranks_per_node: int = 8
     repacked: bool = field(default=True, compare=False)
     reason: str = field(default="", compare=False)
@@ -82,6 +85,7 @@ class Plan:
         cut: str | None = None,
         order: str | None = None,
         row_multiple: int = 1,
+        min_row_cap: int = 0,
         ranks: Sequence[int] | None = None,
     ) -> Plan:
         """Plan of `parent`.
@@ -110,6 +114,7 @@ class Plan:
             cut=cut or ("envelope" if partition else "balanced"),
             order=order or ("rank-major" if partition else "canonical"),
             row_multiple=row_multiple,
+            min_row_cap=min_row_cap,
             ranks_per_node=ranks_per_node,
             repacked=parent.repacked,
             reason=parent.reason,
@@ -146,7 +151,7 @@ class Plan:
         if self.cut == "balanced":
             return tuple(map(layout.balanced_cut, totals, widths))
         fullest = max((-(-t // w) for t, w in zip(totals, widths, strict=True)), default=0)
-        cap = layout.round_up(fullest, self.row_multiple)
+        cap = layout.round_up(max(fullest, self.min_row_cap), self.row_multiple)
         return tuple(layout.envelope_cut(t, w, cap) for t, w in zip(totals, widths, strict=True))
 
     @cached_property
@@ -165,8 +170,8 @@ class Plan:
 
     @cached_property
     def row_cap(self) -> int:
-        """T_cap: rows of the envelope on every rank, the largest of `rows` rounded up to `row_multiple`."""
-        return layout.round_up(max(self.rows), self.row_multiple)
+        """T_cap: rows of the envelope on every rank: the largest of `rows`, rounded up as asked."""
+        return layout.round_up(max(*self.rows, self.min_row_cap), self.row_multiple)
 
     @cached_property
     def _segments(self) -> tuple[tuple[Segment, ...], ...]:
@@ -262,9 +267,7 @@ class Plan:
         `heads` and `head_dim` the sizes are elements of a query-like tensor `[rows, heads, head_dim]` (uneven
         heads).
         """
-        rank = self._rank(rank)
-        out_of = {"enter": [self.rows[rank]] * self.width, "exit": list(self.rows)}
-        return self._splits(direction, out_of, rank, heads, head_dim, own=direction == "exit")
+        return split_sizes(self, direction, "in", self._rank(rank), heads, head_dim)
 
     def out_splits(
         self,
@@ -275,29 +278,41 @@ class Plan:
         head_dim: int = 1,
     ) -> list[int]:
         """`output_split_sizes` of `all_to_all_single`; see `in_splits`."""
-        rank = self._rank(rank)
-        into = {"enter": list(self.rows), "exit": [self.rows[rank]] * self.width}
-        return self._splits(direction, into, rank, heads, head_dim, own=direction == "enter")
+        return split_sizes(self, direction, "out", self._rank(rank), heads, head_dim)
 
-    def _splits(
-        self,
-        direction: str,
-        rows: dict[str, list[int]],
-        rank: int,
-        heads: HeadMap | None,
-        head_dim: int,
-        own: bool,
-    ) -> list[int]:
-        if direction not in rows:
-            raise bad("plan", "unknown direction", got=repr(direction), expected="'enter' or 'exit'")
-        if heads is None:
-            return rows[direction]
-        if heads.width != self.width:
-            raise bad("plan", "head map of another width", got=heads.width, expected=f"{self.width} ranks")
-        count = [end - first for first, end in heads.q_ranges]
-        return [
-            n * (count[rank] if own else count[peer]) * head_dim for peer, n in enumerate(rows[direction])
-        ]
+    def child_rows(self, child: int, rank: int | None = None) -> slice:
+        """Local rows of `rank` that belong to `child`: all of them unless the rank is in several children."""
+        rank, block = self._rank(rank), self.children[self._child(child)]
+        if not block.first_rank <= rank < block.first_rank + block.width:
+            raise bad(
+                "plan", f"rank {rank} is not in child {child}", expected=f"one of {self.children_of(rank)}"
+            )
+        before = sum(
+            self.cuts[c][rank - self.children[c].first_rank] for c in self.children_of(rank) if c < child
+        )
+        return slice(before, before + self.cuts[child][rank - block.first_rank])
+
+    def child_plan(self, child: int) -> Plan:
+        """Plan of one child on its own ranks, with the same rows: for head exchanges in the sparse layers.
+
+        Bind it on the child's group and give it `x[plan.child_rows(child)]`.
+        """
+        block = self.children[self._child(child)]
+        samples = tuple(sorted(block.samples))
+        base = dict(zip(self.samples, self.bases, strict=True))
+        return Plan(
+            ranks=self.ranks[block.first_rank : block.first_rank + block.width],
+            children=(Child(0, block.width, block.samples),),
+            samples=samples,
+            lengths=tuple(self.length_of[s] for s in samples),
+            bases=tuple(base[s] for s in samples),
+            cut=self.cut,
+            row_multiple=self.row_multiple,
+            min_row_cap=self.row_cap,
+            ranks_per_node=self.ranks_per_node,
+            repacked=self.repacked,
+            reason=f"child {child}",
+        )
 
     @cached_property
     def envelope(self) -> Envelope:
@@ -362,12 +377,13 @@ def plans(
     cut: str | None = None,
     order: str | None = None,
     row_multiple: int = 1,
+    min_row_cap: int = 0,
     max_rows: int | None = None,
 ) -> list[Plan]:
     """One plan per parent of `assignment`, in its order.
 
     Args:
-        cut, order, row_multiple: as in `Plan.of`.
+        cut, order, row_multiple, min_row_cap: as in the class.
         max_rows: rows that fit on a rank (`row_cap` may not exceed it).
 
     Raises:
@@ -383,6 +399,7 @@ def plans(
             cut=cut,
             order=order,
             row_multiple=row_multiple,
+            min_row_cap=min_row_cap,
         )
         for parent in assignment.parents
     ]

@@ -28,6 +28,7 @@ def layout_fields(plan: Plan) -> dict[str, Any]:
         "cut": plan.cut,
         "order": plan.order,
         "row_multiple": plan.row_multiple,
+        "min_row_cap": plan.min_row_cap,
     }
 
 

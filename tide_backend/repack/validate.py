@@ -29,6 +29,8 @@ def _check_options(plan: Plan) -> None:
     for name, number in (("row_multiple", plan.row_multiple), ("ranks_per_node", plan.ranks_per_node)):
         if number < 1:
             raise bad("plan", name, got=number, expected="at least 1")
+    if plan.min_row_cap < 0:
+        raise bad("plan", "min_row_cap", got=plan.min_row_cap, expected="at least 0")
     if not plan.ranks or len(set(plan.ranks)) != len(plan.ranks) or min(plan.ranks) < 0:
         raise bad("plan", "ranks of the parent", got=plan.ranks, expected="distinct global ranks")
     if is_partition(plan.children):

@@ -110,6 +110,21 @@ def test_a_stopped_rank_is_named_within_the_timeout(kind: str) -> None:
     assert any(name == "CollectiveTimeoutError" for name, _, _ in texts)
 
 
+def never_came(rank: int, world: int) -> tuple[str, str, float]:
+    if rank == VICTIM:
+        time.sleep(4)
+        return "", "", 0.0
+    return timed_error(issue, "all_gather", world)
+
+
+def test_a_rank_that_never_makes_its_first_call() -> None:
+    results = run_ranks(3, never_came, fresh=True, group_timeout=2, timeout=30)
+    for rank in (0, 2):
+        kind, text, seconds = results[rank]
+        assert kind in ("CollectiveTimeoutError", "PeerError"), (kind, text)
+        assert f"rank {VICTIM}" in text and 1 < seconds < 4, (text, seconds)
+
+
 def left_early(rank: int, world: int) -> tuple[str, str, float]:
     issue("all_gather", world)
     if rank == VICTIM:

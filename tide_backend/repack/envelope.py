@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import bad
-from .layout import starts
+from .layout import index_of_runs, starts
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -93,8 +93,7 @@ class Envelope:
         A framework that finds sequence starts by `position == 0` therefore sees pads as sequences of their
         own.
         """
-        runs = [torch.arange(a, a + n) for _, a, n in self.sequences(child=child, rank=rank)]
-        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+        return index_of_runs((first, n) for _, first, n in self.sequences(child=child, rank=rank))
 
     @cached_property
     def direct(self) -> bool:
@@ -113,12 +112,11 @@ class Envelope:
             for s in plan.segments(r):
                 if child is None or s.child == child:
                     runs.setdefault(s.sample, []).append((s.start, s.length, number * self.rows + s.row))
-        parts = [
-            torch.arange(row, row + length)
+        return index_of_runs(
+            (row, length)
             for sample, _, _ in plan.sequences(child=child)
-            for _, length, row in sorted(runs.get(sample, []))
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+            for _, length, row in sorted(runs[sample])
+        )
 
     def local_index(self, rank: int | None = None) -> torch.Tensor:
         """Dataset token of each physical row of `rank`, -1 at pads: int64 `[row_cap]`."""

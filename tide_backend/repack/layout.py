@@ -1,13 +1,15 @@
 """Arithmetic of a plan: cuts of a packed row, the segments each rank holds, sequence boundaries.
 
-Plain integers only; `Plan` wraps these results and turns them into tensors.
+Plain integers; only `index_of_runs` makes a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import torch
 
 from .assignment import Child
 
@@ -91,6 +93,10 @@ def cut_segments(
     return held
 
 
-def runs_to_index(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """[(first, length), ...] -> the indices first, first+1, ... of every run, one after the other."""
-    return [i for first, length in runs for i in range(first, first + length)]
+def index_of_runs(runs: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """(first, length) of every run -> first, first + 1, ... of each, one run after the other: int64."""
+    pairs = torch.tensor(list(runs), dtype=torch.int64).reshape(-1, 2)
+    first, length = pairs[:, 0], pairs[:, 1]
+    ends = length.cumsum(0)
+    index = torch.arange(int(ends[-1]) if len(ends) else 0)
+    return index.add_(torch.repeat_interleave(first - ends + length, length))

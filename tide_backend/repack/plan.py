@@ -199,7 +199,7 @@ class Plan:
         Dataset tokens are numbered over all samples of the micro-batch concatenated in dataset order.
         """
         base = dict(zip(self.samples, self.bases, strict=True))
-        return _index((base[s.sample] + s.start, s.length) for s in self.segments(rank))
+        return layout.index_of_runs((base[s.sample] + s.start, s.length) for s in self.segments(rank))
 
     def children_of(self, rank: int | None = None) -> tuple[int, ...]:
         """Indices of the children `rank` belongs to."""
@@ -240,18 +240,16 @@ class Plan:
 
     def position_ids(self, *, child: int | None = None, rank: int | None = None) -> torch.Tensor:
         """Position of each row in its sample: int64, one per row of the same layout as `cu_seqlens`."""
-        return _index((start, n) for _, start, n in self.sequences(child=child, rank=rank))
+        return layout.index_of_runs((start, n) for _, start, n in self.sequences(child=child, rank=rank))
 
     @cached_property
     def canonical_index(self) -> torch.Tensor:
         """Rank-major parent row of each canonical row: int64 `[tokens]`; `canonical = rank_major[index]`."""
-        first = dict(zip(self.samples, layout.starts(self.lengths), strict=False))
-        index = torch.empty(self.tokens, dtype=torch.int64)
+        runs: dict[int, list[tuple[int, int, int]]] = {sample: [] for sample in self.samples}
         for rank, held in enumerate(self._segments):
             for s in held:
-                to, source = first[s.sample] + s.start, self.offsets[rank] + s.row
-                index[to : to + s.length] = torch.arange(source, source + s.length)
-        return index
+                runs[s.sample].append((s.start, self.offsets[rank] + s.row, s.length))
+        return layout.index_of_runs((row, n) for held in runs.values() for _, row, n in sorted(held))
 
     def in_splits(
         self,
@@ -406,8 +404,3 @@ def plans(
     for number, plan in enumerate(made):
         check_rows(plan, number, max_rows)
     return made
-
-
-def _index(runs: Iterable[tuple[int, int]]) -> torch.Tensor:
-    parts = [torch.arange(first, first + length) for first, length in runs]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)

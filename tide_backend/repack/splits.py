@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def split_sizes(
     plan: Plan, direction: str, side: str, rank: int, heads: HeadMap | None, head_dim: int
 ) -> list[int]:
-    """Sizes that `rank` passes as `"in"` or `"out"` side of an `"enter"` or `"exit"`; see `Plan.in_splits`."""
+    """Sizes `rank` passes on the `"in"` or `"out"` side of `"enter"` or `"exit"`; see `Plan.in_splits`."""
     if direction not in ("enter", "exit"):
         raise bad("plan", "unknown direction", got=repr(direction), expected="'enter' or 'exit'")
     # The child side of a message holds this rank's rows with the peer's heads, the parent side the reverse.

@@ -7,6 +7,20 @@
 namespace tide::repack {
 namespace {
 
+// Index of the first smallest value. Four independent minima, since one chain of comparisons waits for
+// itself.
+size_t first_smallest(const std::vector<double>& values) {
+  double lane[4];
+  std::fill(lane, lane + 4, std::numeric_limits<double>::infinity());
+  size_t i = 0;
+  for (; i + 4 <= values.size(); i += 4) {
+    for (size_t l = 0; l < 4; ++l) lane[l] = values[i + l] < lane[l] ? values[i + l] : lane[l];
+  }
+  for (; i < values.size(); ++i) lane[0] = std::min(lane[0], values[i]);
+  const double least = std::min(std::min(lane[0], lane[1]), std::min(lane[2], lane[3]));
+  return static_cast<size_t>(std::find(values.begin(), values.end(), least) - values.begin());
+}
+
 // Parents filling up, one array per quantity so that pricing all of them is one tight loop.
 class Filling {
  public:
@@ -51,8 +65,7 @@ class Filling {
 
  private:
   size_t cheapest(double length) const {
-    const auto best = std::min_element(price.begin(), price.end());
-    const auto first = static_cast<size_t>(best - price.begin());
+    const size_t first = first_smallest(price);
     if (!capped_ || fits(first, length)) return first;
     size_t roomy = m_;
     for (size_t g = 0; g < m_; ++g) {
@@ -105,11 +118,16 @@ Members spread_by_cost(const SpreadProblem& problem) {
   Filling filling(problem);
   const double packed = problem.costs.row / problem.shape.unit;
   const double even = problem.costs.even_row / problem.shape.width;
-  return filling.run([&](double length) {
-    for (size_t g = 0; g < filling.price.size(); ++g) {
-      const double fullest = std::max(filling.heaviest[g], filling.lightest[g] + length);
-      filling.price[g] =
-          filling.attention_us[g] + std::min(packed * fullest, even * (filling.tokens[g] + length));
+  const double* attention = filling.attention_us.data();
+  const double* heaviest = filling.heaviest.data();
+  const double* lightest = filling.lightest.data();
+  const double* tokens = filling.tokens.data();
+  double* price = filling.price.data();
+  const size_t m = filling.price.size();
+  return filling.run([=](double length) {
+    for (size_t g = 0; g < m; ++g) {
+      const double fullest = std::max(heaviest[g], lightest[g] + length);
+      price[g] = attention[g] + std::min(packed * fullest, even * (tokens[g] + length));
     }
   });
 }

@@ -45,7 +45,7 @@ def _build(folder: Path, flags: tuple[str, ...]) -> None:
         target = folder / f"{source.stem}.o"
         command = [*common, "-c", str(source), "-o", str(target)]
         if source.stem == "accumulate":
-            # The thread sanitizer instruments the functions that choose a clone, which run before it is ready.
+            # Its functions that choose a clone run before the thread sanitizer is ready.
             command.append("-fno-sanitize=thread")
         subprocess.run(command, check=True, timeout=200)
         objects.append(str(target))

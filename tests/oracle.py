@@ -27,7 +27,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameter-contiguous layout, in elements. numels[i]: how many of parameter i exist; default: all."""
+    """The parameter-contiguous layout, in elements. numels[i]: how many of parameter i exist (all)."""
 
     world: int
     shard_numels: Sequence[int]

@@ -1,0 +1,32 @@
+"""The protocol's rules outside the plans, each of which a mutation can break."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model.ops import CHUNK_BITS
+
+
+@dataclass(frozen=True)
+class Rules:
+    # Flag words belong to a channel; values carry the call's sequence number and never fall.
+    words_per_channel: bool = True
+    values_carry_sequence: bool = True
+    # A rank's record of exchange s, and the word that says it is there, lie in buffer s % record_buffers.
+    record_buffers: int = 2
+    ready_words: int = 2
+    # Records are awaited by equality of the sequence and compared by contract; otherwise any later one does.
+    ready_by_equality: bool = True
+    # Peers address the window of this call, published by its owner.
+    window_of_this_call: bool = True
+    window_of_its_owner: bool = True
+
+    def word(self, flag: str, channel: str, source: int, at: int) -> tuple:
+        """The word that rank `source` sets at rank `at`."""
+        return (flag, channel if self.words_per_channel else "any", f"{source}->{at}")
+
+    def ready_word(self, channel: str, source: int, at: int, sequence: int) -> tuple:
+        return ("ready", channel, f"{source}->{at}", sequence % self.ready_words)
+
+    def value(self, sequence: int, chunk: int) -> int:
+        return (sequence << CHUNK_BITS) + chunk if self.values_carry_sequence else chunk

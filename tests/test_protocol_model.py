@@ -1,0 +1,90 @@
+"""The flag protocol, verified on the product's own plans, and evidence that the verification would notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from model import causal, interleaving
+from model.machine import Violation
+from model.mutations import Mutation, mutations
+from model.programs import Issue, Setup, build
+from model.scenarios import packed, scenarios, small, staged
+
+MODES = [
+    pytest.param({"merged": merged, "stream": stream}, id=f"{order}-{copies}")
+    for merged, order in ((False, "channels"), (True, "fifo"))
+    for stream, copies in ((False, "host"), (True, "stream"))
+]
+MUTATIONS = [pytest.param(m, id=m.name) for m in mutations()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", scenarios(2))
+@pytest.mark.parametrize("world", [2, 3])
+def test_plans_finish_and_are_right(world: int, name: str, mode: dict) -> None:
+    result = causal.explore(build(scenarios(world)[name], Setup(world, **mode)))
+    assert result.ends >= 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", small(2))
+def test_plans_are_right_in_literally_every_order(name: str, mode: dict) -> None:
+    program = build(small(2)[name], Setup(2, **mode))
+    states = interleaving.explore(program).states
+    assert states > causal.explore(program).states
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mistakes_are_found(mutation: Mutation) -> None:
+    with pytest.raises(Violation) as found:
+        causal.explore(build(mutation.program, mutation.setup))
+    assert found.value.kind in mutation.kinds, found.value
+    assert found.value.trace
+
+
+@pytest.mark.parametrize("mutation", [p for p in MUTATIONS if p.values[0].every_order])
+def test_mistakes_are_found_by_running_every_order(mutation: Mutation) -> None:
+    with pytest.raises(Violation) as found:
+        interleaving.explore(build(mutation.program, mutation.setup))
+    assert found.value.kind in mutation.kinds, found.value
+
+
+def repaired(mutation: Mutation) -> Setup:
+    plain = Setup(mutation.setup.world)
+    return replace(plain, merged=mutation.setup.merged, pools=mutation.setup.pools)
+
+
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if not isinstance(m.values[0].program[0], list)])
+def test_the_same_programs_pass_without_the_mistake(mutation: Mutation) -> None:
+    causal.explore(build(mutation.program, repaired(mutation)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("engine", [causal, interleaving])
+def test_another_layout_is_named_before_a_byte_moves(engine, stream: bool) -> None:
+    ranks = [[Issue(staged("a", (10, 30)))], [Issue(staged("a", (30, 10)))]]
+    with pytest.raises(Violation) as found:
+        engine.explore(build(ranks, Setup(2, stream=stream)))
+    assert found.value.kind == "mismatch"
+    assert not [line for line in found.value.trace if "copy" in line]
+
+
+def test_one_fifo_needs_one_order_of_calls() -> None:
+    """Ranks may order two channels' calls differently, but not where all their streams are one FIFO."""
+    a, g = Issue(staged("a")), Issue(packed("g", 40))
+    ranks = [[a, g], [g, a]]
+    causal.explore(build(ranks, Setup(2)))
+    with pytest.raises(Violation) as found:
+        causal.explore(build(ranks, Setup(2, merged=True)))
+    assert found.value.kind == "deadlock"
+    assert "read record 1 of rank 1" in found.value.what
+
+
+def test_a_counterexample_can_be_read() -> None:
+    mutation = next(m for m in mutations() if m.name == "reduce-scatter: missing credit wait")
+    with pytest.raises(Violation) as found:
+        causal.explore(build(mutation.program, mutation.setup))
+    text = str(found.value)
+    assert "race: " in text and "nothing orders it after the" in text
+    assert "rank 0 reduce_scatter  g: signal ('data', 'reduce_scatter', '0->1') = 1:1" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections import Counter
 from typing import Any
 
@@ -171,6 +172,7 @@ def assert_served_by_tide(case: Case, group: dist.ProcessGroup) -> None:
         expected = {"all_gather": "zero_copy", "reduce_scatter": "staged"}[row.op]
         assert row.backend_path == expected, row
     assert report.fallbacks == [], report.fallbacks
+    assert json.loads(json.dumps(report.to_dict()))["rows"][0]["module"] in modules
     reducing = {row.module for row in report.rows if row.op == "reduce_scatter"}
     assert reducing == (modules - {"blocks.2"} if case.frozen else modules), reducing
 

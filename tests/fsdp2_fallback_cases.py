@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from types import MethodType
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from fsdp2_cases import close, mesh
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tide_backend
 from tide_backend import fsdp2
@@ -31,9 +33,9 @@ class OwnReduceScatter(_fsdp_collectives.DefaultReduceScatter):
     pass
 
 
-def _model() -> nn.Sequential:
+def _model(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    return nn.Sequential(nn.Linear(width, width), nn.Sequential(nn.Tanh(), nn.Linear(width, width)))
 
 
 def _shard(model: nn.Sequential, on: DeviceMesh, **options: Any) -> None:
@@ -121,7 +123,8 @@ def _train(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
     seen = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * dist.get_rank() + step)
-        loss = model(torch.randn(4, WIDTH, generator=generator)).float().square().mean()
+        inputs = torch.randn(4, model[0].in_features, generator=generator)
+        loss = model(inputs).float().square().mean()
         loss.backward()
         seen += [p.grad.full_tensor().detach().clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
@@ -129,13 +132,15 @@ def _train(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
     return seen
 
 
-def _tide_run(shard: Callable[[nn.Sequential], None]) -> tuple[list[torch.Tensor], list[str], Any]:
+def _tide_run(
+    shard: Callable[[nn.Sequential], None], width: int = WIDTH
+) -> tuple[list[torch.Tensor], list[str], Any]:
     """Gradients, tide's warnings and the report of one training on tide."""
     tide_backend.report(reset=True)
     journal._warned.clear()  # the process lives for many tests; each counts its own warnings
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = _model()
+        model = _model(width)
         shard(model)
         gradients = _train(model)
     messages = [str(w.message) for w in caught if str(w.message).startswith("tide:")]
@@ -242,3 +247,101 @@ def comm_objects_are_kept(rank: int, world: int) -> None:
     assert groups[0]._reduce_scatter_comm is own
     assert type(groups[1]._reduce_scatter_comm).__name__ == "TideReduceScatter"
     model[1].set_allocate_memory_from_process_group_for_comm(True)  # asserts a default object
+
+
+def _group_with(**options: Any) -> DeviceMesh:
+    made = tide_backend.Options()
+    for name, value in options.items():
+        setattr(made, name, value)
+    return DeviceMesh.from_group(dist.new_group(backend="tide", pg_options=made), "cpu")
+
+
+def _compare(on: DeviceMesh, width: int = WIDTH) -> Any:
+    """Train on this group and on gloo, in bf16 reduced in fp32; the report of the first."""
+    shard = _precision(torch.bfloat16, torch.float32)
+    gradients, messages, report = _tide_run(lambda model: shard(model, on), width)
+    model = _model(width)
+    shard(model, mesh("gloo"))
+    for ours, theirs in zip(gradients, _train(model), strict=True):
+        close(ours, theirs, 1e-6, "gradient")
+    return messages, report
+
+
+def no_shared_memory(rank: int, world: int) -> None:
+    """Ranks that cannot share memory gain nothing from the layout: PyTorch's path, over the inner group."""
+    messages, report = _compare(_group_with(shared_memory=False))
+    assert {(r.op, r.kind) for r in report.rows} == {
+        ("all_gather", "no_shared_memory"),
+        ("reduce_scatter", "no_shared_memory"),
+    }, report
+    assert len(messages) == 1 and "no memory" in messages[0], messages
+
+
+def no_slot(rank: int, world: int) -> None:
+    """An arena too small for a slot: the same layout in ordinary memory, carried through staging."""
+    messages, report = _compare(_group_with(arena_bytes=48 << 10, staging_bytes=32 << 10), width=256)
+    assert messages == [] and report.fallbacks == [], report
+    assert {(r.op, r.path, r.backend_path) for r in report.rows} == {
+        ("all_gather", "tide", "staged"),
+        ("reduce_scatter", "tide", "staged"),
+    }, report
+
+
+def slots_come_back(rank: int, world: int) -> None:
+    """A slot is in use exactly while parameters are gathered, and none is left when the model is gone."""
+    on = mesh("tide")
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    model = _model()
+    _shard(model, on)
+    in_forward = []
+    model[1].register_forward_hook(lambda *_: in_forward.append(backend.arena_bytes()[0]))
+    for _ in range(3):
+        _train(model, steps=1)
+        assert backend.arena_bytes()[0] == 0, "the slots of a finished step are still held"
+    assert len(set(in_forward)) == 1 and in_forward[0] > 0, in_forward
+    model.unshard()
+    held = backend.arena_bytes()[0]
+    assert held > 0
+    for parameter in model[0].parameters():
+        assert backend.in_arena(parameter.detach())
+    weight = model[0].weight.detach()
+    expected = weight.clone()
+    _train(_shard_new(on), steps=1)  # other slots come and go
+    assert torch.equal(weight, expected)
+    assert backend.arena_bytes()[0] == held
+    del model, weight, parameter
+    gc.collect()
+    assert backend.arena_bytes()[0] == 0
+
+
+def _shard_new(on: DeviceMesh) -> nn.Sequential:
+    model = _model()
+    _shard(model, on)
+    return model
+
+
+def tensor_parallel(rank: int, world: int) -> None:
+    """Parameters that are DTensors before FSDP2 shards them, 2 x 2, against one process's own gradients."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+    def loss_of(model: nn.Module, replica: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(replica)
+        return model(torch.randn(3, WIDTH, generator=generator)).square().sum()
+
+    tide_backend.report(reset=True)
+    model = parallelize_module(build(), grid["tp"], plan)
+    fully_shard(model, mesh=grid["dp"])
+    loss_of(model, grid.get_coordinate()[0]).backward()
+    report = tide_backend.report()
+    assert {(r.op, r.kind) for r in report.fallbacks} == {("all_gather", "dtensor")}, report
+    plain = build().double()
+    for replica in range(2):
+        generator = torch.Generator().manual_seed(replica)
+        plain(torch.randn(3, WIDTH, generator=generator).double()).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        close(ours.grad.full_tensor(), theirs.grad / 2, 1e-5, "gradient")

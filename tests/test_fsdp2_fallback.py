@@ -10,7 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fsdp2_fallback_cases import SETUPS, comm_objects_are_kept, fall_back, one_rank, unknown_fsdp2
+from fsdp2_fallback_cases import (
+    SETUPS,
+    comm_objects_are_kept,
+    fall_back,
+    no_shared_memory,
+    no_slot,
+    one_rank,
+    slots_come_back,
+    tensor_parallel,
+    unknown_fsdp2,
+)
 from ranks import run_ranks
 
 from tide_backend.fsdp2.contract import contract_problems
@@ -34,6 +44,22 @@ def test_unknown_fsdp2_keeps_pytorchs_path() -> None:
 
 def test_comm_objects_of_the_user_are_kept() -> None:
     assert run_ranks(2, comm_objects_are_kept) == [None, None]
+
+
+def test_ranks_without_shared_memory() -> None:
+    assert run_ranks(2, no_shared_memory) == [None, None]
+
+
+def test_arena_too_small_for_a_slot() -> None:
+    assert run_ranks(2, no_slot) == [None, None]
+
+
+def test_slots_come_back() -> None:
+    assert run_ranks(2, slots_come_back) == [None, None]
+
+
+def test_tensor_parallel_parameters() -> None:
+    assert run_ranks(4, tensor_parallel) == [None] * 4
 
 
 def fsdp2_modules() -> list[Any]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
 
 from .. import _C, ParameterLayout, apply_layout
-from .eligibility import refuse_all_gather, refuse_call, refuse_device, refuse_memory
+from .eligibility import refuse_all_gather, refuse_call, refuse_device, refuse_memory, refuse_moving
 from .journal import ALL_GATHER, Reason, Row
 from .seams import WORLD_SIZE_1, GroupSeam, seam_of
 
@@ -131,7 +131,7 @@ class AllGatherSeam:
         comm: Any,
     ) -> tuple[Plan | Reason, list[torch.Tensor]]:
         """The plan, with the shards to place; or the reason why PyTorch's own path serves this call."""
-        reason = refuse_call()
+        reason = refuse_call() or refuse_moving(fsdp_params)
         if reason is not None:
             return reason, []
         if type(comm) is not DefaultAllGather:

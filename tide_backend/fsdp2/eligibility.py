@@ -35,6 +35,14 @@ def compiled_autograd_enabled() -> bool:
     return any(getattr(module, name, False) for name in names)
 
 
+def refuse_moving(fsdp_params: Sequence[Any]) -> Reason | None:
+    """PyTorch 2.15 can pin the unsharded storages (CUDA graphs read them by address); asked at every call."""
+    for p in fsdp_params:
+        if getattr(p, "keep_unsharded_storage", False):
+            return Reason("keep_unsharded_storage", f"the storage of {_name(p)} must not move")
+    return None
+
+
 def refuse_device(device: torch.device) -> Reason | None:
     if device.type == "cpu":
         return None
@@ -52,8 +60,8 @@ def refuse_all_gather(
 ) -> tuple[Reason | None, torch.dtype]:
     """Test the parameters themselves; ``sources`` are their local shards. Also returns the gathered dtype.
 
-    Conditions: every parameter is one plain tensor, sharded on dim 0, without all-gather extension,
-    offload or pinned-down storage, and all gathered values have one dtype.
+    Conditions: every parameter is one plain tensor, sharded on dim 0, without all-gather extension
+    or offload, and all gathered values have one dtype.
     """
     dtype = fsdp_params[0].param_dtype or sources[0].dtype
     for p, source in zip(fsdp_params, sources, strict=True):
@@ -84,8 +92,6 @@ def _refuse_parameter(p: Any, source: Any, device: torch.device) -> Reason | Non
         return Reason("dtensor", f"{name} is a DTensor before FSDP2 shards it")
     if p.fsdp_placement.dim != 0:
         return Reason("shard_dim", f"{name} is sharded on dim {p.fsdp_placement.dim}")
-    if getattr(p, "keep_unsharded_storage", False):
-        return Reason("keep_unsharded_storage", f"the storage of {name} must not move")
     if type(source) is not torch.Tensor:
         return Reason("tensor_subclass", f"the local shard of {name} is a {type(source).__name__}")
     if source.device != device:

@@ -1,4 +1,4 @@
-"""What bytes hold, as symbols: every byte of every input differs, so stale or misplaced data never looks right.
+"""What bytes hold, as symbols: every input byte differs, so stale or misplaced data never looks right.
 
 A value is the tuple of the input bytes that were added to make a byte, in the order of addition: one for
 copied data, one per rank for a sum, none for zero. Contents of a region are segments over which that

@@ -37,8 +37,10 @@ def compiled_autograd_enabled() -> bool:
 
 def refuse_moving(fsdp_params: Sequence[Any]) -> Reason | None:
     """PyTorch 2.15 can pin the unsharded storages (CUDA graphs read them by address); asked at every call."""
+    if not hasattr(fsdp_params[0], "keep_unsharded_storage"):
+        return None
     for p in fsdp_params:
-        if getattr(p, "keep_unsharded_storage", False):
+        if p.keep_unsharded_storage:
             return Reason("keep_unsharded_storage", f"the storage of {_name(p)} must not move")
     return None
 

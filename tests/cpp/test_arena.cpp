@@ -1,4 +1,4 @@
-// Range allocator and memory limits against plain models. Exit code 0 is success.
+// Range allocator, copies and memory limits against plain models. Exit code 0 is success.
 #include <cstring>
 #include <map>
 #include <random>
@@ -6,6 +6,7 @@
 #include "../../csrc/backend/memory_limit.h"
 #include "../../csrc/backend/range_allocator.h"
 #include "../../csrc/backend/shm_arena.h"
+#include "../../csrc/kernels/copy.h"
 #include "ranks.h"
 
 namespace tide::test {
@@ -125,6 +126,27 @@ void arena_contents() {
   check(arena.bytes_committed() <= limit && arena.bytes_in_use() <= arena.bytes_committed(), "counters");
 }
 
+// Every alignment of both sides and lengths around the change to streaming stores; nothing beyond is touched.
+void copies_of_any_shape() {
+  const int64_t mib = int64_t{1} << 20;
+  std::vector<std::byte> from(static_cast<size_t>(2 * mib)), to(from.size());
+  std::mt19937 random(3);
+  for (std::byte& byte : from) byte = static_cast<std::byte>(random());
+  for (const int64_t length :
+       {int64_t{0}, int64_t{1}, int64_t{63}, mib - 1, mib, mib + 1, mib + 255, mib + 321}) {
+    for (int round = 0; round < 12; ++round) {
+      const int64_t source = random() % 200, target = round == 0 ? 0 : random() % 200;
+      std::fill(to.begin(), to.end(), std::byte{0x5a});
+      copy_bytes(to.data() + target, from.data() + source, length);
+      for (int64_t i = 0; i < static_cast<int64_t>(to.size()); ++i) {
+        const bool inside = i >= target && i < target + length;
+        const std::byte expected = inside ? from[static_cast<size_t>(i - target + source)] : std::byte{0x5a};
+        if (to[static_cast<size_t>(i)] != expected) check(false, "byte " + std::to_string(i));
+      }
+    }
+  }
+}
+
 void write(const std::string& path, const std::string& text) {
   std::filesystem::create_directories(std::filesystem::path(path).parent_path());
   std::ofstream(path) << text;
@@ -164,6 +186,7 @@ int main() {
   try {
     tide::test::allocator_fuzz();
     tide::test::arena_contents();
+    tide::test::copies_of_any_shape();
     tide::test::memory_limits();
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;

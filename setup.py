@@ -51,6 +51,13 @@ def nvcc_version() -> str | None:
     return found.group(1) if found else None
 
 
+def gencode(nvcc: str | None) -> list[str]:
+    """nvcc's -gencode flags: every architecture from sm_80 on that it knows, and PTX of the newest."""
+    archs = ["80", "90"] + (["100"] if nvcc and float(nvcc) >= 12.8 else [])
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+
+
 def choose_cuda() -> tuple[bool, str]:
     """Whether to build with CUDA, and why."""
     wanted = os.environ.get("TIDE_CUDA", "auto")
@@ -65,13 +72,21 @@ def choose_cuda() -> tuple[bool, str]:
         able, why = False, "no nvcc found (CUDA_HOME)"
     elif nvcc.split(".")[0] != torch.version.cuda.split(".")[0]:
         able, why = False, f"nvcc {nvcc} does not fit torch's CUDA {torch.version.cuda}"
-    elif not glob(str(ROOT / "csrc/kernels/*.cu")):
-        able, why = False, "this version of tide has no CUDA kernels"
     else:
         able, why = True, f"nvcc {nvcc}, torch CUDA {torch.version.cuda}"
     if wanted == "1" and not able:
         raise SystemExit(f"tide: TIDE_CUDA=1, but {why}")
     return able, why
+
+
+def cudart() -> Path:
+    """The CUDA runtime that torch loads, by its versioned name: pip's packages have no plain libcudart.so."""
+    name = f"libcudart.so.{torch.version.cuda.split('.')[0]}"
+    site = Path(torch.__file__).resolve().parent.parent / "nvidia"
+    places = [*site.glob(f"*/lib/{name}"), *Path(cpp_extension.CUDA_HOME).glob(f"lib*/{name}")]
+    if not places:
+        raise SystemExit(f"tide: {name} was found neither beside torch nor in {cpp_extension.CUDA_HOME}; TIDE_CUDA=0")
+    return places[0]
 
 
 class BuildAndStamp(cpp_extension.BuildExtension):
@@ -97,10 +112,12 @@ def main() -> None:
     if cuda:
         sources += sorted(glob("csrc/kernels/*.cu", root_dir=ROOT))
         options["define_macros"] = [("TIDE_WITH_CUDA", "1")]
-        options["extra_compile_args"]["nvcc"] = ["-O3", "--fmad=false", "-std=c++17"]
-        extension = cpp_extension.CUDAExtension("tide_backend._C", sources, **options)
-    else:
-        extension = cpp_extension.CppExtension("tide_backend._C", sources, **options)
+        # Kernels include no torch header.
+        options["extra_compile_args"]["nvcc"] = ["-O3", "--fmad=false", "-std=c++17", *gencode(nvcc_version())]
+        options["extra_link_args"] = [str(cudart())]
+        options["include_dirs"].append(str(Path(cpp_extension.CUDA_HOME) / "include"))
+    # Not CUDAExtension: it links torch's CUDA libraries, which tide does not use, and a plain libcudart.
+    extension = cpp_extension.CppExtension("tide_backend._C", sources, **options)
     print(
         f"tide: building for torch {torch.__version__}, Python {sys.version.split()[0]}, "
         f"CUDA {'yes' if cuda else 'no'} ({why}), {len(sources)} sources",

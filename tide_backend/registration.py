@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +47,19 @@ def register() -> None:
     dist.Backend.register_backend("tide", _create, extended_api=True, devices=list(DEVICES))
 
 
+def nccl_candidates(preferred: str) -> list[str]:
+    """Where an NCCL for device windows may be, in order: torch's own (""), `preferred`, an installed package."""
+    candidates = ["", preferred]
+    for package in ("nvidia.nccl", "nvidia.cu13.nccl"):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            candidates.append(str(Path(folder) / "lib" / "libnccl.so.2"))
+    return [c for i, c in enumerate(candidates) if i == 0 or (c and c not in candidates[:i])]
+
+
 def _create(opts: Any, pg_options: Any) -> Any:
     """Called by torch.distributed, once per process group.
 
@@ -77,7 +92,9 @@ def _create(opts: Any, pg_options: Any) -> Any:
     # gloo connects all pairs when it is made, so that happens here, where every rank is: a first use by two ranks
     # of four (send and recv) could not make it.
     backend.connect_inner("cpu")
-    if _C.env()["fsdp2"]:
+    env = _C.env()
+    _C.set_nccl_candidates(nccl_candidates(env["nccl_library"]))
+    if env["fsdp2"]:
         fsdp2.install()
     return backend
 

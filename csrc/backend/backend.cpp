@@ -1,8 +1,11 @@
 #include "backend.h"
 
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <unistd.h>
 
+#include "shm_transport.h"
 #include "work.h"
 
 namespace tide {
@@ -30,11 +33,15 @@ class StoreBootstrap : public Bootstrap {
 
 EngineOptions engine_options(const BackendOptions& options) {
   EngineOptions result;
-  result.shm.arena_bytes = options.arena_bytes;
-  result.shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
+  ShmOptions shm;
+  shm.arena_bytes = options.arena_bytes;
+  shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
+  result.connect = [shm, use = options.shared_memory](const Speaker& who, Bootstrap& bootstrap) -> Connection {
+    if (!use) return {nullptr, "shared memory is switched off (TIDE_SHARED_MEMORY=0 or Options.shared_memory)"};
+    ShmResult shared = connect_shm(who, bootstrap, shm);
+    return {shared.transport, shared.reason};
+  };
   result.staging.budget_bytes = options.staging_bytes;
-  result.use_shared_memory = options.shared_memory;
-  result.no_shared_memory_reason = "shared memory is switched off (TIDE_SHARED_MEMORY=0 or Options.shared_memory)";
   result.recorded_calls = static_cast<size_t>(options.recorded_calls);
   return result;
 }
@@ -65,12 +72,31 @@ TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int si
       interrupted_(std::move(interrupted)),
       owner_(getpid()) {
   Speaker who{rank, size, options_->group_name};
-  engine_ = std::make_shared<Engine>(who, std::make_shared<StoreBootstrap>(std::move(store), options_->timeout),
+  auto on_cpu = c10::make_intrusive<c10d::PrefixStore>("cpu/", store);
+  auto on_cuda = c10::make_intrusive<c10d::PrefixStore>("cuda/", store);
+  engine_ = std::make_shared<Engine>(who, std::make_shared<StoreBootstrap>(on_cpu, options_->timeout),
                                      engine_options(*options_));
+  cuda_bootstrap_ = std::make_shared<StoreBootstrap>(on_cuda, options_->timeout);
 }
 
 TideBackend::~TideBackend() {
-  if (owner_ == getpid()) engine_->shutdown();
+  if (owner_ == getpid()) {
+    engine_->shutdown();
+  } else {
+    cuda_.release();  // its threads and device memory belong to the parent process
+  }
+}
+
+CudaSide* TideBackend::cuda_side(at::Device device) {
+  if (getSize() == 1 || !options_->cuda) return nullptr;
+  std::lock_guard<std::mutex> lock(cuda_mutex_);
+  if (!cuda_) cuda_ = std::make_unique<CudaSide>(engine_->speaker(), cuda_bootstrap_, *options_, device);
+  if (cuda_->device() != device) {
+    fail(ErrorKind::usage, engine_->speaker(), "",
+         "a group uses one GPU per rank; got a tensor on " + device.str() + ", expected " + cuda_->device().str() +
+             "; move it, or call torch.cuda.set_device first");
+  }
+  return cuda_.get();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> TideBackend::getBackendOptions() { return options_; }
@@ -130,26 +156,30 @@ at::Tensor TideBackend::repaired_output(at::Tensor& output, Issue& issue) const 
   return temporary;
 }
 
+uint64_t TideBackend::begin_record(Engine& engine, const Issue& issue, uint64_t ticket) {
+  calls_ += 1;
+  Call entry;
+  entry.op = issue.call.request.op;
+  entry.sequence = ticket;
+  entry.label = issue.label;
+  entry.text = issue.call.request.type_name;
+  entry.bytes = issue.bytes;
+  entry.repair_copies = issue.repair_copies;
+  return engine.recorder().begin(std::move(entry));
+}
+
 c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   const Channel channel = issue.call.request.op;
   check_process(to_string(channel));
   at::RecordFunction profiled(at::RecordScope::USER_SCOPE);
   if (profiled.isActive()) profiled.before(std::string("tide::") + to_string(channel));
   engine_->connect();
-  calls_ += 1;
 
   Lane& lane = engine_->lane(channel);
   const uint64_t ticket = lane.take_ticket();
   const std::string name = std::string(to_string(channel)) + " #" + std::to_string(ticket);
   Recorder& recorder = engine_->recorder();
-  Call entry;
-  entry.op = channel;
-  entry.sequence = ticket;
-  entry.label = issue.label;
-  entry.text = issue.call.request.type_name;
-  entry.bytes = issue.bytes;
-  entry.repair_copies = issue.repair_copies;
-  issue.call.record_id = recorder.begin(entry);
+  issue.call.record_id = begin_record(*engine_, issue, ticket);
 
   const auto timeout = timeout_or_default(issue.timeout);
   const bool to_inner = engine_->preselect(issue.call.request).path == Path::inner;
@@ -201,12 +231,49 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   return inner_work;
 }
 
+c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue issue) {
+  const Channel channel = issue.call.request.op;
+  check_process(to_string(channel));
+  at::RecordFunction profiled(at::RecordScope::USER_SCOPE);
+  if (profiled.isActive()) profiled.before(std::string("tide::") + to_string(channel));
+  c10::DeviceGuard guard(side.device());
+  side.connect();
+  Engine& engine = side.engine();
+  Lane& lane = engine.lane(channel);
+  const uint64_t ticket = lane.take_ticket();
+  issue.call.record_id = begin_record(engine, issue, ticket);
+  const Wait wait{Clock::now() + timeout_or_default(issue.timeout), interrupted_,
+                  std::string(to_string(channel)) + " #" + std::to_string(ticket)};
+  Selection selection{Path::inner, ""};
+  std::optional<c10::Event> done;
+  auto body = [&] {
+    try {
+      done = side.enqueue(channel, issue.hold, [&] { selection = engine.run(issue.call, ticket, wait); });
+    } catch (...) {
+      engine.recorder().end(issue.call.record_id, true);
+      throw;
+    }
+  };
+  lane.run(ticket, body, interrupted_);
+  engine.recorder().update(issue.call.record_id, selection.path, selection.reason);
+  engine.recorder().end(issue.call.record_id, false);
+  if (selection.path == Path::inner) return issue.inner();
+  const c10::Stream current = side.current_stream();
+  if (!issue.async || issue.after) done->block(current);
+  if (issue.after) issue.after();
+  return c10::make_intrusive<CudaWork>(getRank(), issue.op, std::move(*done), issue.outputs, side.shared_engine(),
+                                       side.stream(channel));
+}
+
 c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                             const c10d::AllgatherOptions& opts) {
   auto applied = LayoutTable::global().take(output);
+  CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
-    if (applied) return gather_by_packing(*inner(output.device().type()), output, input, *applied, opts);
-    return inner(output.device().type())->_allgather_base(output, input, opts);
+    // A plain CUDA call is nccl's, and costs no agreement; see select.
+    if (!applied) return inner(output.device().type())->_allgather_base(output, input, opts);
+    side = output.is_cuda() && input.is_cuda() ? cuda_side(output.device()) : nullptr;
+    if (!side) return gather_by_packing(*inner(output.device().type()), output, input, *applied, opts);
   }
   Issue issue;
   issue.op = c10d::OpType::_ALLGATHER_BASE;
@@ -248,11 +315,11 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
   }
   issue.inner = [this, output, input, applied, opts]() mutable {
-    auto& backend = *inner(c10::DeviceType::CPU);
+    auto& backend = *inner(output.device().type());
     if (applied) return gather_by_packing(backend, output, input, *applied, opts);
     return backend._allgather_base(output, input, opts);
   };
-  return this->issue(std::move(issue));
+  return side ? issue_cuda(*side, std::move(issue)) : this->issue(std::move(issue));
 }
 
 namespace {
@@ -293,12 +360,14 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   auto applied = LayoutTable::global().take(input);
   const at::Tensor& sample = applied && !applied->tensors.empty() ? applied->tensors[0] : input;
   const auto [op, scale] = reduction(opts.reduceOp, getSize(), at::isIntegralType(sample.scalar_type(), true));
+  CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
     auto& backend = *inner(output.device().type());
-    if (applied || input.scalar_type() != output.scalar_type()) {
-      return scatter_by_packing(backend, output, input, applied, scale, opts);
+    if (!applied && input.scalar_type() == output.scalar_type()) {
+      return backend._reduce_scatter_base(output, input, opts);
     }
-    return backend._reduce_scatter_base(output, input, opts);
+    side = output.is_cuda() && input.is_cuda() ? cuda_side(output.device()) : nullptr;
+    if (!side) return scatter_by_packing(backend, output, input, applied, scale, opts);
   }
   Issue issue;
   issue.op = c10d::OpType::_REDUCE_SCATTER_BASE;
@@ -347,10 +416,11 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   if (problem.empty() && applied && applied->separate) {
     for (size_t i = 0; i < applied->tensors.size(); ++i) {
       const at::Tensor& t = applied->tensors[i];
-      if (t.numel() != q.layout->numel(i) || t.scalar_type() != sample.scalar_type() || !t.is_cpu()) {
+      if (t.numel() != q.layout->numel(i) || t.scalar_type() != sample.scalar_type() ||
+          t.device() != output.device()) {
         problem = "tensor " + std::to_string(i) + " does not fit the layout; got " + shape(t) + " on " +
                   t.device().str() + ", expected " + std::to_string(q.layout->numel(i)) + " elements of " +
-                  c10::toString(sample.scalar_type()) + " on cpu; pass the tensors the layout was made for";
+                  c10::toString(sample.scalar_type()) + " on " + output.device().str() + "; pass the tensors the layout was made for";
         break;
       }
     }
@@ -368,13 +438,13 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
   }
   issue.inner = [this, output, input, applied, opts, scale = scale, sum = op == Reduction::sum]() mutable {
-    auto& backend = *inner(c10::DeviceType::CPU);
+    auto& backend = *inner(output.device().type());
     if (applied || (sum && (scale != 1.0 || input.scalar_type() != output.scalar_type()))) {
       return scatter_by_packing(backend, output, input, applied, scale, opts);
     }
     return backend._reduce_scatter_base(output, input, opts);
   };
-  return this->issue(std::move(issue));
+  return side ? issue_cuda(*side, std::move(issue)) : this->issue(std::move(issue));
 }
 
 namespace {

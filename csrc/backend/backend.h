@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 
+#include "backend_cuda.h"
 #include "engine.h"
 #include "layout_table.h"
 #include "options.h"
@@ -81,9 +82,14 @@ class TideBackend : public c10d::Backend {
 
   // The arena, for the FSDP2 seam and for callers that want zero-copy outputs. slot() connects the group
   // (collective at the first call); nothing when there is no shared memory or no memory (`reason` says which).
-  std::optional<at::Tensor> slot(int64_t bytes, std::string* reason);
-  bool in_arena(const at::Tensor& tensor) const;
-  std::pair<bool, std::string> connect();
+  // CUDA: collective at every call, with the same size on every rank; `current_stream` is the caller's.
+  std::optional<at::Tensor> slot(int64_t bytes, at::Device device, void* current_stream, std::string* reason);
+  bool in_arena(const at::Tensor& tensor);
+  // (whether tide carries this device's calls, why not); connect() makes the group's shared memory first.
+  std::pair<bool, std::string> connect(at::Device device);
+  std::pair<bool, std::string> shared_memory(at::Device device);
+  // CPU and CUDA engines that exist so far.
+  std::vector<std::pair<std::string, std::shared_ptr<Engine>>> engines();
 
   Engine& engine() { return *engine_; }
   const InnerPtr& inner(c10::DeviceType device);
@@ -103,6 +109,10 @@ class TideBackend : public c10d::Backend {
     int64_t bytes = 0, repair_copies = 0;
   };
   c10::intrusive_ptr<c10d::Work> issue(Issue issue);
+  c10::intrusive_ptr<c10d::Work> issue_cuda(CudaSide& side, Issue issue);
+  uint64_t begin_record(Engine& engine, const Issue& issue, uint64_t ticket);
+  // The CUDA half for tensors on `device`; null when tide does not carry its calls in this group.
+  CudaSide* cuda_side(at::Device device);
   Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
   at::Tensor repaired(const at::Tensor& tensor, Issue& issue) const;
   at::Tensor repaired_output(at::Tensor& output, Issue& issue) const;
@@ -114,7 +124,10 @@ class TideBackend : public c10d::Backend {
   Interrupted interrupted_;
   std::mutex inner_mutex_;
   std::map<c10::DeviceType, InnerPtr> inner_;
+  std::shared_ptr<Bootstrap> cuda_bootstrap_;
   std::shared_ptr<Engine> engine_;
+  std::mutex cuda_mutex_;
+  std::unique_ptr<CudaSide> cuda_;
   std::atomic<uint64_t> calls_{0};
   pid_t owner_;
 };

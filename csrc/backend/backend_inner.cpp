@@ -147,7 +147,12 @@ void TideBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 void TideBackend::abort() {
-  engine_->abort("the process group was aborted on rank " + std::to_string(getRank()));
+  const std::string reason = "the process group was aborted on rank " + std::to_string(getRank());
+  engine_->abort(reason);
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_) cuda_->engine().abort(reason);
+  }
   std::lock_guard<std::mutex> lock(inner_mutex_);
   for (auto& [device, backend] : inner_) backend->abort();
 }
@@ -155,21 +160,62 @@ void TideBackend::abort() {
 void TideBackend::shutdown() {
   if (owner_ != getpid()) return;
   engine_->shutdown();
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_) cuda_->shutdown();
+  }
   std::lock_guard<std::mutex> lock(inner_mutex_);
   for (auto& [device, backend] : inner_) backend->shutdown();
   inner_.clear();
 }
 
-std::pair<bool, std::string> TideBackend::connect() {
+std::pair<bool, std::string> TideBackend::connect(at::Device device) {
   check_process("connect");
-  engine_->connect();
-  return engine_->shared_memory();
+  if (device.is_cpu()) {
+    engine_->connect();
+  } else if (CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr) {
+    side->connect();
+  }
+  return shared_memory(device);
 }
 
-std::optional<at::Tensor> TideBackend::slot(int64_t bytes, std::string* reason) {
+std::pair<bool, std::string> TideBackend::shared_memory(at::Device device) {
+  if (device.is_cpu()) return engine_->shared_memory();
+  if (!device.is_cuda()) return {false, "tide has no transport for " + device.str()};
+  if (getSize() == 1) return {false, "one rank"};
+  if (!options_->cuda) return {false, "CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"};
+  std::lock_guard<std::mutex> lock(cuda_mutex_);
+  return cuda_ ? cuda_->engine().shared_memory()
+               : std::pair<bool, std::string>{false, "not connected yet: that happens at the first collective"};
+}
+
+std::vector<std::pair<std::string, std::shared_ptr<Engine>>> TideBackend::engines() {
+  std::vector<std::pair<std::string, std::shared_ptr<Engine>>> result{{"cpu", engine_}};
+  std::lock_guard<std::mutex> lock(cuda_mutex_);
+  if (cuda_) result.emplace_back("cuda", cuda_->shared_engine());
+  return result;
+}
+
+std::optional<at::Tensor> TideBackend::slot(int64_t bytes, at::Device device, void* current_stream,
+                                            std::string* reason) {
   check_process("slot");
+  if (!device.is_cpu()) {
+    CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr;
+    if (side) return side->slot(bytes, current_stream, options_->timeout, reason);
+    *reason = shared_memory(device).second;
+    return std::nullopt;
+  }
   auto arena = engine_->arena(reason);
   if (!arena) return std::nullopt;
+  // Slots may not take the room that the channels need for staging: without a slot a call goes staged, without
+  // staging it fails.
+  const int64_t reserved = 3 * options_->staging_bytes, free = arena->bytes_limit() - arena->bytes_in_use();
+  if (bytes > free - reserved) {
+    *reason = "a slot of " + std::to_string(bytes) + " bytes does not fit: " + std::to_string(free) + " of " +
+              std::to_string(arena->bytes_limit()) + " bytes are free, of which " + std::to_string(reserved) +
+              " are kept for staging";
+    return std::nullopt;
+  }
   const auto window = arena->acquire(std::max<int64_t>(bytes, 1), reason);
   if (!window) return std::nullopt;
   // The arena lives at least as long as the last tensor in it, whatever becomes of the group.
@@ -178,9 +224,15 @@ std::optional<at::Tensor> TideBackend::slot(int64_t bytes, std::string* reason) 
       at::TensorOptions().dtype(at::kByte));
 }
 
-bool TideBackend::in_arena(const at::Tensor& tensor) const {
-  const auto arena = engine_->arena_if_connected();
-  return arena && tensor.is_cpu() && tensor.numel() > 0 &&
+bool TideBackend::in_arena(const at::Tensor& tensor) {
+  std::shared_ptr<Arena> arena;
+  if (tensor.is_cpu()) {
+    arena = engine_->arena_if_connected();
+  } else if (tensor.is_cuda()) {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_) arena = cuda_->engine().arena_if_connected();
+  }
+  return arena && tensor.numel() > 0 &&
          arena->offset_of(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes())).has_value();
 }
 

@@ -4,6 +4,7 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
+#include "../kernels/accumulate_cuda.h"
 #include "backend.h"
 #include "plan_bindings.h"
 #include "repack/bindings.h"
@@ -63,35 +64,41 @@ c10::intrusive_ptr<TideBackend> make_backend(const c10::intrusive_ptr<c10d::Stor
 
 py::list records(TideBackend& self) {
   py::list result;
-  for (const Call& call : self.engine().recorder().recent()) {
-    py::dict d;
-    d["op"] = to_string(call.op);
-    d["sequence"] = call.sequence;
-    d["path"] = to_string(call.path);
-    d["reason"] = call.reason;
-    d["label"] = call.label;
-    d["dtype"] = call.text;
-    d["bytes"] = call.bytes;
-    d["repair_copies"] = call.repair_copies;
-    d["state"] = to_string(call.state);
-    d["seconds"] = call.finished > 0 ? call.finished - call.started : 0.0;
-    result.append(d);
+  for (const auto& [device, engine] : self.engines()) {
+    for (const Call& call : engine->recorder().recent()) {
+      py::dict d;
+      d["device"] = device;
+      d["op"] = to_string(call.op);
+      d["sequence"] = call.sequence;
+      d["path"] = to_string(call.path);
+      d["reason"] = call.reason;
+      d["label"] = call.label;
+      d["dtype"] = call.text;
+      d["bytes"] = call.bytes;
+      d["repair_copies"] = call.repair_copies;
+      d["state"] = to_string(call.state);
+      d["seconds"] = call.finished > 0 ? call.finished - call.started : 0.0;
+      result.append(d);
+    }
   }
   return result;
 }
 
 py::list totals(TideBackend& self) {
   py::list result;
-  for (const auto& [key, t] : self.engine().recorder().totals()) {
-    py::dict d;
-    d["op"] = to_string(std::get<0>(key));
-    d["path"] = to_string(std::get<1>(key));
-    d["reason"] = std::get<2>(key);
-    d["calls"] = t.calls;
-    d["bytes"] = t.bytes;
-    d["repair_copies"] = t.repair_copies;
-    d["seconds"] = t.seconds;
-    result.append(d);
+  for (const auto& [device, engine] : self.engines()) {
+    for (const auto& [key, t] : engine->recorder().totals()) {
+      py::dict d;
+      d["device"] = device;
+      d["op"] = to_string(std::get<0>(key));
+      d["path"] = to_string(std::get<1>(key));
+      d["reason"] = std::get<2>(key);
+      d["calls"] = t.calls;
+      d["bytes"] = t.bytes;
+      d["repair_copies"] = t.repair_copies;
+      d["seconds"] = t.seconds;
+      result.append(d);
+    }
   }
   return result;
 }
@@ -104,6 +111,10 @@ void bind_backend(py::module_& m) {
       .def_readwrite("handshake_seconds", &BackendOptions::handshake_seconds)
       .def_readwrite("recorded_calls", &BackendOptions::recorded_calls)
       .def_readwrite("shared_memory", &BackendOptions::shared_memory)
+      .def_readwrite("cuda", &BackendOptions::cuda)
+      .def_readwrite("cuda_staging_bytes", &BackendOptions::cuda_staging_bytes)
+      .def_readwrite("accumulate_ctas", &BackendOptions::accumulate_ctas)
+      .def_readwrite("raise_on_timeout", &BackendOptions::raise_on_timeout)
       .def_readwrite("group_name", &BackendOptions::group_name)
       .def_readwrite("_timeout", &BackendOptions::timeout)
       .def_readwrite("global_ranks_in_group", &BackendOptions::global_ranks_in_group);
@@ -112,30 +123,42 @@ void bind_backend(py::module_& m) {
   py::class_<TideBackend, c10::intrusive_ptr<TideBackend>, c10d::Backend>(m, "TideBackend")
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
            py::arg("inner_factory"))
-      .def("connect", &TideBackend::connect, NoGil())
-      .def_property_readonly("shared_memory", [](TideBackend& self) { return self.engine().shared_memory(); })
+      .def(
+          "connect",
+          [](TideBackend& self, const std::string& device) { return self.connect(at::Device(device)); },
+          py::arg("device") = "cpu", NoGil())
+      .def_property_readonly("shared_memory",
+                             [](TideBackend& self) { return self.shared_memory(at::Device(at::kCPU)); })
       .def(
           "slot",
-          [](TideBackend& self, int64_t bytes) -> std::pair<std::optional<at::Tensor>, std::string> {
+          [](TideBackend& self, int64_t bytes, const std::string& device,
+             uintptr_t stream) -> std::pair<std::optional<at::Tensor>, std::string> {
             std::string reason;
-            auto tensor = self.slot(bytes, &reason);
+            auto tensor = self.slot(bytes, at::Device(device), reinterpret_cast<void*>(stream), &reason);
             return {tensor, reason};
           },
-          py::arg("nbytes"), NoGil())
+          py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, NoGil())
       .def("in_arena", &TideBackend::in_arena)
-      .def("arena_bytes",
-           [](TideBackend& self) -> std::pair<int64_t, int64_t> {
-             auto arena = self.engine().arena_if_connected();
-             if (!arena) return {0, 0};
-             return {arena->bytes_in_use(), arena->bytes_committed()};
-           })
+      .def(
+          "arena_bytes",
+          [](TideBackend& self, const std::string& device) -> std::pair<int64_t, int64_t> {
+            for (const auto& [name, engine] : self.engines()) {
+              auto arena = engine->arena_if_connected();
+              if (name == device && arena) return {arena->bytes_in_use(), arena->bytes_committed()};
+            }
+            return {0, 0};
+          },
+          py::arg("device") = "cpu")
       .def("connect_inner", [](TideBackend& self, const std::string& device) { self.inner(c10::Device(device).type()); },
            NoGil())
       .def("inner", [](TideBackend& self, const std::string& device) { return self.inner(c10::Device(device).type()); },
            NoGil())
       .def("records", &records)
       .def("totals", &totals)
-      .def("reset_totals", [](TideBackend& self) { self.engine().recorder().reset(); })
+      .def("reset_totals",
+           [](TideBackend& self) {
+             for (const auto& [device, engine] : self.engines()) engine->recorder().reset();
+           })
       .def_property_readonly("speaker", [](TideBackend& self) { return self.engine().speaker().prefix(); });
 }
 
@@ -168,4 +191,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   tide::bind_layout(m);
   tide::bind_backend(m);
   tide::bind_repack(m);
+  m.attr("with_cuda_kernels") = tide::accumulate_launch() != nullptr;
+  m.def("set_nccl_candidates", &tide::cuda::set_nccl_candidates);
+  m.def("nccl", [] {
+    const auto& nccl = tide::cuda::nccl();
+    return py::make_tuple(nccl.library, nccl.version, nccl.problem);
+  });
+  m.def("driver_problem", [] { return tide::cuda::driver().problem; });
 }

@@ -57,12 +57,8 @@ Engine::~Engine() { shutdown(); }
 void Engine::connect() {
   std::lock_guard<std::mutex> once(connect_mutex_);
   if (connected()) return;
-  ShmResult result;
-  if (!options_.use_shared_memory) {
-    result.reason = options_.no_shared_memory_reason;
-  } else if (who_.world > 1) {
-    result = connect_shm(who_, *bootstrap_, options_.shm);
-  }
+  Connection result;
+  if (who_.world > 1) result = options_.connect(who_, *bootstrap_);
   std::lock_guard<std::mutex> lock(mutex_);
   transport_ = result.transport;
   no_transport_ = result.reason;
@@ -81,12 +77,23 @@ std::pair<bool, std::string> Engine::shared_memory() const {
   return {transport_ != nullptr, no_transport_};
 }
 
+Capabilities Engine::capabilities() const {
+  Capabilities c;
+  c.device = options_.device;
+  c.can_accumulate = options_.can_accumulate;
+  c.shared_memory = transport_ != nullptr;
+  c.no_memory_reason = no_transport_;
+  return c;
+}
+
 Selection Engine::preselect(const Request& request) const {
-  Capabilities capabilities;
   std::lock_guard<std::mutex> lock(mutex_);
-  capabilities.shared_memory = transport_ != nullptr;
-  capabilities.no_memory_reason = no_transport_;
-  return select(capabilities, request);
+  return select(capabilities(), request);
+}
+
+std::shared_ptr<Transport> Engine::transport() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return transport_;
 }
 
 std::shared_ptr<Arena> Engine::arena_if_connected() const {
@@ -107,6 +114,13 @@ std::string Engine::poisoned() const {
   return poisoned_;
 }
 
+void Engine::raise_if_poisoned(const std::string& call) const {
+  const std::string earlier = poisoned();
+  if (earlier.empty()) return;
+  fail(ErrorKind::peer, who_, call,
+       "the group cannot be used any more; an earlier failure: " + earlier + "; destroy the group and make a new one");
+}
+
 void Engine::poison(const std::string& reason) {
   std::shared_ptr<Transport> transport;
   {
@@ -121,7 +135,16 @@ void Engine::poison(const std::string& reason) {
 void Engine::abort(const std::string& reason) { poison(reason); }
 
 void Engine::shutdown() {
-  poison("the process group was destroyed");
+  const std::string reason = "the process group was destroyed";
+  std::shared_ptr<Transport> transport;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (poisoned_.empty()) {
+      poisoned_ = reason;
+      transport = transport_;
+    }
+  }
+  if (transport) transport->close(reason);
   for (Lane& lane : lanes_) lane.stop();
 }
 
@@ -140,10 +163,7 @@ std::shared_ptr<const Plan> Engine::plan(const Request& request, Path path) {
 }
 
 Selection Engine::run(const CollectiveCall& call, uint64_t ticket, const Wait& wait) {
-  if (const std::string earlier = poisoned(); !earlier.empty()) {
-    fail(ErrorKind::peer, who_, wait.call,
-         "the group cannot be used any more; an earlier failure: " + earlier + "; destroy the group and make a new one");
-  }
+  raise_if_poisoned(wait.call);
   try {
     return carry_out(call, ticket, wait);
   } catch (const Error& error) {
@@ -159,16 +179,15 @@ Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const W
   const Request& q = call.request;
   connect();
   std::shared_ptr<Transport> transport;
-  Capabilities capabilities;
+  Capabilities known;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     transport = transport_;
-    capabilities.shared_memory = transport != nullptr;
-    capabilities.no_memory_reason = no_transport_;
+    known = capabilities();
   }
   if (!transport && !call.problem.empty()) fail(ErrorKind::usage, who_, wait.call, call.problem);
 
-  Selection selection = select(capabilities, q);
+  Selection selection = select(known, q);
   Execution execution;
   execution.channel = q.op;
   execution.sequence = ticket;
@@ -223,14 +242,14 @@ Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const W
     }
   };
   mine.output_in_arena = false;
-  if (selection.path == Path::staged) {
+  if (selection.path == Path::staged || selection.path == Path::zero_copy) {
     const auto offset = q.output_in_arena ? transport->arena()->offset_of(call.buffers.output, call.output_bytes)
                                           : std::optional<int64_t>();
     if (offset) {
       mine.output_in_arena = true;
       mine.window_offset = *offset;
       mine.window_bytes = call.output_bytes;
-    } else {
+    } else if (selection.path == Path::staged) {
       offer_staging();
     }
   }
@@ -238,8 +257,9 @@ Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const W
 
   size_t in_arena = 0;
   for (const auto& record : records) in_arena += record.output_in_arena;
-  capabilities.every_output_in_arena = in_arena == records.size();
-  selection = select(capabilities, q);
+  known.outputs_known = true;
+  known.every_output_in_arena = in_arena == records.size();
+  selection = select(known, q);
   if (selection.path == Path::staged && in_arena > 0) {
     // Some outputs lie in the arena and some do not: all go staged, and windows are agreed once more.
     selection.reason = std::to_string(records.size() - in_arena) + " of " + std::to_string(records.size()) +

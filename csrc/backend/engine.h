@@ -19,15 +19,21 @@
 #include "lane.h"
 #include "plan.h"
 #include "recorder.h"
-#include "shm_transport.h"
+#include "transport.h"
 
 namespace tide {
 
+struct Connection {
+  std::shared_ptr<Transport> transport;  // null: this group cannot share memory, and `reason` says why
+  std::string reason;
+};
+
 struct EngineOptions {
-  ShmOptions shm;
+  // Collective over the group, called once: every rank gets a transport or none does.
+  std::function<Connection(const Speaker&, Bootstrap&)> connect;
+  Device device = Device::cpu;
+  bool can_accumulate = true;  // the device has a reduction kernel in this build
   Staging staging;
-  bool use_shared_memory = true;
-  std::string no_shared_memory_reason;  // when not
   size_t recorded_calls = 1000;
 };
 
@@ -58,6 +64,7 @@ class Engine {
   // Which way a call would go by what the group knows so far; the answer is final when it is Path::inner.
   Selection preselect(const Request& request) const;
 
+  std::shared_ptr<Transport> transport() const;
   // Connects, and gives the arena, or null and why there is none.
   std::shared_ptr<Arena> arena(std::string* why);
   bool connected() const;
@@ -66,11 +73,15 @@ class Engine {
   // The arena when connected, without connecting.
   std::shared_ptr<Arena> arena_if_connected() const;
 
+  // Throws when an earlier call broke the group.
+  void raise_if_poisoned(const std::string& call) const;
+
   // Ends running and later calls with `reason`; peers are told.
   void abort(const std::string& reason);
   void shutdown();
 
  private:
+  Capabilities capabilities() const;  // with mutex_ held
   Selection carry_out(const CollectiveCall& call, uint64_t ticket, const Wait& wait);
   std::shared_ptr<const Plan> plan(const Request& request, Path path);
   void poison(const std::string& reason);

@@ -70,6 +70,12 @@ const std::vector<EnvVariable>& env_table() {
       {"TIDE_RECORDED_CALLS", "length of the ring of recent calls", "1 or more", "1000"},
       {"TIDE_SHARED_MEMORY", "0 hands every CPU collective to the inner backend", "0 or 1", "1"},
       {"TIDE_FSDP2", "0 leaves FSDP2 untouched; plain collectives still go through tide", "0 or 1", "1"},
+      {"TIDE_CUDA_TRANSPORT", "0 hands every CUDA collective to nccl", "0 or 1", "1"},
+      {"TIDE_NCCL_LIBRARY", "a libnccl.so.2 of 2.31 or newer, used when torch's own is older", "a path", ""},
+      {"TIDE_CUDA_STAGING_BYTES", "budget of one rank's staging in device memory", "1048576 or more", "67108864"},
+      {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition on a GPU", "1 or more", "32"},
+      {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process", "0 "
+       "or 1", "0"},
   };
   return table;
 }
@@ -83,6 +89,12 @@ Env read_env() {
   env.recorded_calls = number("TIDE_RECORDED_CALLS", 1);
   env.shared_memory = flag("TIDE_SHARED_MEMORY");
   env.fsdp2 = flag("TIDE_FSDP2");
+  env.cuda = flag("TIDE_CUDA_TRANSPORT");
+  const char* nccl = std::getenv("TIDE_NCCL_LIBRARY");
+  env.nccl_library = nccl ? nccl : "";
+  env.cuda_staging_bytes = number("TIDE_CUDA_STAGING_BYTES", 1 << 20);
+  env.accumulate_ctas = number("TIDE_ACCUMULATE_CTAS", 1);
+  env.raise_on_timeout = flag("TIDE_RAISE_ON_TIMEOUT");
   return env;
 }
 

@@ -25,6 +25,11 @@ struct Env {
   int64_t recorded_calls;     // TIDE_RECORDED_CALLS
   bool shared_memory;         // TIDE_SHARED_MEMORY
   bool fsdp2;                 // TIDE_FSDP2
+  bool cuda;                  // TIDE_CUDA_TRANSPORT
+  std::string nccl_library;   // TIDE_NCCL_LIBRARY
+  int64_t cuda_staging_bytes;  // TIDE_CUDA_STAGING_BYTES
+  int64_t accumulate_ctas;    // TIDE_ACCUMULATE_CTAS
+  bool raise_on_timeout;      // TIDE_RAISE_ON_TIMEOUT
 };
 
 // Throws Error(usage) naming the variable for a value that is not allowed, and for a TIDE_* variable that does

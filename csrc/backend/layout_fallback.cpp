@@ -1,8 +1,16 @@
 #include "backend.h"
+#include "work.h"
 
 namespace tide {
 
 namespace {
+
+// A call whose result is there (CUDA: ordered on the current stream).
+c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output) {
+  auto work = c10::make_intrusive<Work>(rank, op, std::vector<at::Tensor>{output}, 0, nullptr);
+  work->finish_call(nullptr);
+  return work;
+}
 
 at::Tensor flat(const at::Tensor& t) { return t.contiguous().view({-1}); }
 
@@ -31,7 +39,7 @@ c10::intrusive_ptr<c10d::Work> gather_by_packing(c10d::Backend& inner, at::Tenso
     const int64_t n = layout.shard_numel(i);
     place(i).view({world, n}).copy_(rows.narrow(1, layout.shard_offset(i), n));
   }
-  return work;
+  return finished(inner.getRank(), c10d::OpType::_ALLGATHER_BASE, output);
 }
 
 c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tensor& output, at::Tensor& input,
@@ -63,7 +71,8 @@ c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tens
   work->wait();
   if (scale != 1.0) out.mul_(scale);
   if (!out.is_same(output)) output.copy_(out);
-  return work;
+  // Not `work`: gloo's copies its own result into the output at every wait().
+  return finished(inner.getRank(), c10d::OpType::_REDUCE_SCATTER_BASE, output);
 }
 
 }  // namespace tide

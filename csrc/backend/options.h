@@ -15,6 +15,10 @@ struct BackendOptions : public c10d::Backend::Options {
     handshake_seconds = env.handshake_seconds;
     recorded_calls = env.recorded_calls;
     shared_memory = env.shared_memory;
+    cuda = env.cuda;
+    cuda_staging_bytes = env.cuda_staging_bytes;
+    accumulate_ctas = env.accumulate_ctas;
+    raise_on_timeout = env.raise_on_timeout;
   }
 #ifdef C10D_BACKEND_HAS_HOOKS
   c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
@@ -27,6 +31,10 @@ struct BackendOptions : public c10d::Backend::Options {
   int64_t handshake_seconds = 0;
   int64_t recorded_calls = 0;
   bool shared_memory = true;
+  bool cuda = true;
+  int64_t cuda_staging_bytes = 0;
+  int64_t accumulate_ctas = 0;
+  bool raise_on_timeout = false;
 };
 
 }  // namespace tide

@@ -19,6 +19,8 @@ Plan make_plan(const Request& request, Path path, const Staging& staging) {
       return plan_reduce_scatter(request, path, staging);
     case Channel::all_to_all:
       return plan_all_to_all(request, path, staging);
+    case Channel::memory:
+      break;
   }
   return {};
 }

@@ -104,6 +104,7 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
   }
   Capabilities capabilities;
   capabilities.shared_memory = true;
+  capabilities.outputs_known = true;
   capabilities.every_output_in_arena = in_arena;
   Staging staging;
   staging.budget_bytes = budget;
@@ -181,6 +182,11 @@ void bind_plans(py::module_& m) {
     d["recorded_calls"] = env.recorded_calls;
     d["shared_memory"] = env.shared_memory;
     d["fsdp2"] = env.fsdp2;
+    d["cuda"] = env.cuda;
+    d["nccl_library"] = env.nccl_library;
+    d["cuda_staging_bytes"] = env.cuda_staging_bytes;
+    d["accumulate_ctas"] = env.accumulate_ctas;
+    d["raise_on_timeout"] = env.raise_on_timeout;
     return d;
   });
 }

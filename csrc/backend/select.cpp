@@ -16,27 +16,54 @@ const char* to_string(Path path) {
   return "?";
 }
 
-Selection select(const Capabilities& capabilities, const Request& request) {
-  if (request.op == Channel::reduce_scatter) {
-    if (request.reduction != Reduction::sum) {
-      return {Path::inner, std::string("reduction ") + to_string(request.reduction) + " is left to the inner backend"};
+namespace {
+
+Selection select_all_gather(const Capabilities& c, const Request& q) {
+  if (c.device == Device::cpu) {
+    if (c.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
+    return {Path::staged, "the output is the caller's own memory"};
+  }
+  // A CUDA call takes part in the ranks' agreement, a host wait, only where its layout says that it is tide's.
+  if (!q.layout) return {Path::inner, "a plain CUDA all-gather is left to nccl"};
+  if (c.outputs_known && !c.every_output_in_arena) {
+    return {Path::inner, "a rank had no slot in the arena for the output"};
+  }
+  return {Path::zero_copy, "every rank's output lies in the arena"};
+}
+
+Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
+  if (c.device == Device::cuda) {
+    if (!c.can_accumulate) return {Path::inner, "built without CUDA kernels"};
+    if (!q.layout && q.in_type == q.out_type) return {Path::inner, "a plain CUDA reduce-scatter is left to nccl"};
+  }
+  return {Path::staged, q.separate_inputs ? "per-parameter inputs, no packing" : "packed input"};
+}
+
+}  // namespace
+
+Selection select(const Capabilities& c, const Request& q) {
+  if (q.op == Channel::reduce_scatter) {
+    if (q.reduction != Reduction::sum) {
+      return {Path::inner, std::string("reduction ") + to_string(q.reduction) + " is left to the inner backend"};
     }
-    if (request.in_type == ElementType::bytes) {
+    if (q.in_type == ElementType::bytes) {
       return {Path::inner, "tide reduces float32, float64, bfloat16, int32 and int64"};
     }
   }
-  if (request.world == 1) return {Path::local, "one rank"};
-  if (!capabilities.shared_memory) return {Path::inner, capabilities.no_memory_reason};
-  switch (request.op) {
+  if (q.world == 1) return {Path::local, "one rank"};
+  if (!c.shared_memory) return {Path::inner, c.no_memory_reason};
+  switch (q.op) {
     case Channel::all_gather:
-      if (capabilities.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
-      return {Path::staged, "the output is the caller's own memory"};
+      return select_all_gather(c, q);
     case Channel::reduce_scatter:
-      return {Path::staged, request.separate_inputs ? "per-parameter inputs, no packing" : "packed input"};
+      return select_reduce_scatter(c, q);
     case Channel::all_to_all:
+      if (c.device == Device::cuda) return {Path::inner, "a CUDA all-to-all is left to nccl"};
       return {Path::staged, "through staging windows"};
+    case Channel::memory:
+      break;
   }
-  return {Path::inner, "unknown operation"};
+  return {Path::inner, "no collective"};
 }
 
 }  // namespace tide

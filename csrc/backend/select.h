@@ -15,10 +15,16 @@ namespace tide {
 enum class Path : uint8_t { zero_copy, staged, local, inner };
 const char* to_string(Path path);
 
+enum class Device : uint8_t { cpu, cuda };
+
 struct Capabilities {
-  bool shared_memory = false;     // every member's memory is mapped here
-  std::string no_memory_reason;   // why not
-  bool every_output_in_arena = false;  // agreed per call
+  Device device = Device::cpu;
+  bool can_accumulate = true;    // there is a reduction kernel for the device
+  bool shared_memory = false;    // every member's memory is mapped here
+  std::string no_memory_reason;  // why not
+  // Per call, once the ranks have told each other.
+  bool outputs_known = false;
+  bool every_output_in_arena = false;
 };
 
 struct Selection {

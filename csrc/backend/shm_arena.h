@@ -22,6 +22,7 @@ class ShmArena : public Arena {
   std::optional<int64_t> offset_of(const void* pointer, int64_t bytes) override;
   int64_t bytes_in_use() const override;
   int64_t bytes_committed() const override;
+  int64_t bytes_limit() const override { return segment_.bytes(); }
 
   const Fd& memfd() const { return memfd_; }
   std::byte* data() const { return segment_.data(); }

@@ -47,6 +47,8 @@ class Arena {
   virtual std::optional<int64_t> offset_of(const void* pointer, int64_t bytes) = 0;
   virtual int64_t bytes_in_use() const = 0;
   virtual int64_t bytes_committed() const = 0;
+  // What the arena may ever hold.
+  virtual int64_t bytes_limit() const = 0;
 };
 
 class Transport {
@@ -94,6 +96,8 @@ class Transport {
 
   // Makes every later call on this transport, and every peer that waits for this rank, fail with `reason`.
   virtual void abort(const std::string& reason) = 0;
+  // The group is destroyed in good order. Nothing may be waited for any more.
+  virtual void close(const std::string& reason) { abort(reason); }
 };
 
 }  // namespace tide

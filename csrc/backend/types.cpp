@@ -12,6 +12,8 @@ const char* to_string(Channel channel) {
       return "reduce_scatter";
     case Channel::all_to_all:
       return "all_to_all";
+    case Channel::memory:
+      return "memory";
   }
   return "?";
 }

@@ -9,8 +9,9 @@ namespace tide {
 
 // The three collectives tide carries itself. Each is a channel of its own: flags and sequence numbers belong
 // to (group, channel, peer), so collectives of different kinds never wait for each other.
-enum class Channel : uint8_t { all_gather = 0, reduce_scatter = 1, all_to_all = 2 };
-constexpr int kChannels = 3;
+// The fourth carries no data: ranks agree on it before they grow their memory together.
+enum class Channel : uint8_t { all_gather = 0, reduce_scatter = 1, all_to_all = 2, memory = 3 };
+constexpr int kChannels = 4;
 
 // Element types that the reduction understands; everything else moves as bytes.
 enum class ElementType : uint8_t { bytes, f32, f64, bf16, i32, i64 };

@@ -160,7 +160,7 @@ def _gather(
 ) -> TideAllGatherResult:
     device_handle = _get_device_handle(plan.device.type)
     with device_handle.stream(copy_in_stream):
-        slot, _ = plan.backend.slot(plan.nbytes)
+        slot, _ = plan.backend.slot(plan.nbytes, str(plan.device), stream_handle(plan.device))
         if slot is None:  # ordinary memory in the same layout: the whole call goes through staging
             slot = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
         gathered = slot.view(plan.dtype)
@@ -196,7 +196,7 @@ def make_plan(
     world, rank = group.size(), group.rank()
     if world == 1:
         return WORLD_SIZE_1
-    reason = refuse_device(device) or refuse_memory(backend)
+    reason = refuse_device(device) or refuse_memory(backend, device)
     if reason is not None:
         return reason
     reason, dtype = refuse_all_gather(fsdp_params, sources, device, world)
@@ -233,6 +233,11 @@ def make_plan(
         avoided=world * shard_bytes + (shard_bytes if cast else 0),
         row=seam.row(group, ALL_GATHER),
     )
+
+
+def stream_handle(device: torch.device) -> int:
+    """The current stream as the driver knows it; 0 on the CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _first_output(plan: Plan, gathered: torch.Tensor, offset: int, nbytes: int, numel: int) -> torch.Tensor:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from .journal import Reason
 
-CUDA = Reason("device", "tide's own paths serve CPU tensors; tensors on {} go to the inner backend")
+DEVICE = Reason("device", "tide has paths for CPU and CUDA tensors; tensors on {} go to the inner backend")
+NO_KERNELS = Reason("no_cuda_kernels", "this build of tide has no CUDA kernels; build it where nvcc is found")
 FUNCTORCH = Reason("functorch", "a functorch transform is active")
 COMPILED_AUTOGRAD = Reason("compiled_autograd", "compiled autograd records FSDP2's own operators")
 
@@ -46,14 +48,19 @@ def refuse_moving(fsdp_params: Sequence[Any]) -> Reason | None:
 
 
 def refuse_device(device: torch.device) -> Reason | None:
-    if device.type == "cpu":
+    if device.type in ("cpu", "cuda"):
         return None
-    return Reason(CUDA.kind, CUDA.text.format(device.type))
+    return Reason(DEVICE.kind, DEVICE.text.format(device.type))
 
 
-def refuse_memory(backend: Any) -> Reason | None:
+def refuse_kernels(device: torch.device) -> Reason | None:
+    """Whether this build can add gradients on the device."""
+    return NO_KERNELS if device.type == "cuda" and not _C.with_cuda_kernels else None
+
+
+def refuse_memory(backend: Any, device: torch.device) -> Reason | None:
     """Whether the group's ranks share memory; agreed in the group, and collective at its first call."""
-    shared, why = backend.connect()
+    shared, why = backend.connect(str(device))
     return None if shared else Reason("no_shared_memory", f"the group's ranks share no memory: {why}")
 
 

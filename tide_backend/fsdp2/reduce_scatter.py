@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from .. import ParameterLayout, apply_layout
-from .eligibility import refuse_call, refuse_device, refuse_memory
+from .eligibility import refuse_call, refuse_device, refuse_kernels, refuse_memory
 from .journal import REDUCE_SCATTER, Reason, Row
 from .seams import WORLD_SIZE_1, GroupSeam
 
@@ -120,7 +120,8 @@ class TideReduceScatter(DefaultReduceScatter):
             return None, None
         if group.size() == 1:
             return group, WORLD_SIZE_1
-        reason = refuse_device(device) or refuse_call() or refuse_memory(backend)
+        reason = refuse_device(device) or refuse_kernels(device) or refuse_call()
+        reason = reason or refuse_memory(backend, device)
         if reason is None and dtype not in (torch.float32, torch.bfloat16):
             what = f"gradients are reduced in {dtype}; tide reduces float32 and bfloat16"
             reason = Reason("reduce_dtype", what)

@@ -19,7 +19,7 @@ DeviceArena::~DeviceArena() {
   if (quarantined_) return;
   for (Pending& p : pending_) {
     driver().event_synchronize(p.event);
-    driver().event_destroy(p.event);
+    drop(p);
   }
   for (Segment& s : segments_) nccl().free(s.base);
   drop_pending();
@@ -101,12 +101,27 @@ void DeviceArena::release(const Window& window) {
   segments_[static_cast<size_t>(window.offset >> kSegmentShift)].ranges.give_back(window.offset & kLocalMask);
 }
 
-void DeviceArena::release_behind(const Window& window, Event event) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    pending_.push_back({window.offset, window.bytes, event});
-  }
+void DeviceArena::drop(Pending& pending) {
+  if (!pending.owner) driver().event_destroy(pending.event);
+}
+
+void DeviceArena::note_use(const Window& window, Event event, std::shared_ptr<void> owner) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  collect_finished();
+  pending_.push_back({window.offset, window.bytes, event, std::move(owner)});
+}
+
+void DeviceArena::release_behind(const Window& window, Event event, std::shared_ptr<void> owner) {
+  note_use(window, event, std::move(owner));
   release(window);
+}
+
+void DeviceArena::deregister(NcclComm comm) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Segment& segment : segments_) {
+    if (segment.window) nccl().window_deregister(comm, segment.window);
+    segment.window = nullptr;
+  }
 }
 
 void DeviceArena::collect_finished() {
@@ -115,7 +130,7 @@ void DeviceArena::collect_finished() {
       ++it;
       continue;
     }
-    driver().event_destroy(it->event);
+    drop(*it);
     it = pending_.erase(it);
   }
 }

@@ -7,7 +7,7 @@
 #pragma once
 
 #include <list>
-#include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -37,14 +37,19 @@ class DeviceArena : public Arena {
   std::optional<int64_t> offset_of(const void* pointer, int64_t bytes) override;
   int64_t bytes_in_use() const override;
   int64_t bytes_committed() const override;
+  int64_t bytes_limit() const override { return INT64_MAX; }
 
-  // `event` (owned from now on) is recorded behind the last use of the range.
-  void release_behind(const Window& window, Event event);
+  // `event` is recorded behind the last use of the range. It belongs to `owner`, or to the arena when that is null.
+  void release_behind(const Window& window, Event event, std::shared_ptr<void> owner);
+  void note_use(const Window& window, Event event, std::shared_ptr<void> owner = nullptr);
   // Makes `stream` wait for the last use of everything that overlaps `window`.
   void wait_until_free(const Window& window, Stream stream);
 
   // Byte `offset` of `rank`'s arena in this process's address space; nullptr outside.
   std::byte* peer_address(int rank, int64_t offset, int64_t bytes) const;
+
+  // Ends the windows; the memory itself stays until the last storage in it dies.
+  void deregister(NcclComm comm);
 
   // The memory outlives the group: peers' copies may still be on their way into it.
   void quarantine();
@@ -60,7 +65,9 @@ class DeviceArena : public Arena {
   struct Pending {
     int64_t offset, bytes;
     Event event;
+    std::shared_ptr<void> owner;
   };
+  static void drop(Pending& pending);
   void collect_finished();  // with the lock held
 
   const int rank_, world_;

@@ -44,6 +44,8 @@ Driver load() {
   find(library, "cuMemHostRegister_v2", d.host_register, p);
   find(library, "cuMemHostUnregister", d.host_unregister, p);
   find(library, "cuMemHostGetDevicePointer_v2", d.host_device_pointer, p);
+  find(library, "cuCtxGetCurrent", d.get_context, p);
+  find(library, "cuCtxSetCurrent", d.set_context, p);
   find(library, "cuMemGetInfo_v2", d.memory_info, p);
   find(library, "cuGetErrorName", d.error_name, p);
   find(library, "cuDriverGetVersion", d.version, p);

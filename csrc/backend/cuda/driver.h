@@ -57,6 +57,8 @@ struct Driver {
   Result (*host_register)(void*, size_t bytes, unsigned flags) = nullptr;
   Result (*host_unregister)(void*) = nullptr;
   Result (*host_device_pointer)(DevicePtr*, void*, unsigned flags) = nullptr;
+  Result (*get_context)(void**) = nullptr;
+  Result (*set_context)(void*) = nullptr;
   Result (*memory_info)(size_t* free, size_t* total) = nullptr;
   Result (*error_name)(Result, const char**) = nullptr;
   int (*version)(int*) = nullptr;

@@ -1,0 +1,70 @@
+// The CUDA half of the backend: joins the caller's streams to the channels' streams and back.
+//
+// A call is over for the host when it is enqueued. The channel's stream waits for the caller's current stream, the
+// caller's stream (or Work.wait) waits for the channel's. Everything the channel reads is recorded on its stream, so
+// that the caching allocator does not hand it out again before that.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "cuda/cuda_transport.h"
+#include "engine.h"
+#include "options.h"
+
+namespace tide {
+
+class CudaSide {
+ public:
+  CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const BackendOptions& options, at::Device device);
+  ~CudaSide();
+
+  Engine& engine() { return *engine_; }
+  std::shared_ptr<Engine> shared_engine() { return engine_; }
+  at::Device device() const { return device_; }
+  c10::Stream current_stream() const;
+  c10::Stream stream(Channel channel) const;
+  bool connect();  // whether tide carries CUDA calls of this group
+
+  // Runs `body` (which enqueues on the channel's stream) between the two joins.
+  template <typename Body>
+  c10::Event enqueue(Channel channel, const std::vector<at::Tensor>& reads, Body body) {
+    before(channel);
+    body();
+    return after(channel, reads);
+  }
+
+  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, std::chrono::milliseconds timeout,
+                                 std::string* reason);
+  void shutdown() { engine_->shutdown(); }
+
+ private:
+  void before(Channel channel);
+  c10::Event after(Channel channel, const std::vector<at::Tensor>& reads);
+
+  at::Device device_;
+  std::array<cuda::Stream, kChannels> streams_{};
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<cuda::CudaTransport> transport_;
+};
+
+// Complete for the host when the call is on its stream; wait() orders the current stream behind it.
+class CudaWork : public c10d::Work {
+ public:
+  CudaWork(int rank, c10d::OpType op, c10::Event done, std::vector<at::Tensor> outputs, std::shared_ptr<Engine> engine,
+           c10::Stream stream);
+  bool isCompleted() override;
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::Event done_;
+  std::vector<at::Tensor> outputs_;
+  std::shared_ptr<Engine> engine_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace tide

@@ -1,0 +1,115 @@
+// The CUDA transport: copy engines between the GPUs of one node, flags in host memory that every rank shares.
+//
+// Data: windows lie in the DeviceArena; peers' windows are plain addresses here. Copies of one channel run on that
+// channel's own stream, batched up to the next flag. Flags: the control tables of an shm transport, registered with
+// the driver; a stream writes a peer's word and waits for its own. Measured on two H200: a round trip through host
+// words takes 10.8 us, through words in device memory 9.4 us. In host memory the CPU can read them (who is
+// missing) and release them (give up), so they are there. Devices that cannot flush remote writes need no flush
+// here: a stream write comes behind a barrier that orders the copies before it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "../error.h"
+#include "../shm_transport.h"
+#include "device_arena.h"
+#include "driver.h"
+#include "nccl.h"
+#include "watchdog.h"
+
+namespace tide::cuda {
+
+struct CudaOptions {
+  ShmOptions shm;
+  int64_t staging_bytes = 64 << 20;  // first segment, kept for staging
+  std::array<Stream, kChannels> streams{};
+  std::function<void(const std::string&)> on_timeout;
+  int accumulate_ctas = 32;
+};
+
+struct CudaResult {
+  std::shared_ptr<class CudaTransport> transport;
+  std::string reason;
+};
+
+class CudaTransport : public Transport {
+ public:
+  ~CudaTransport() override;
+
+  const char* name() const override { return "cuda"; }
+  int rank() const override { return who_.rank; }
+  int world() const override { return who_.world; }
+  std::shared_ptr<Arena> arena() override { return arena_; }
+
+  std::vector<std::string> exchange(Channel channel, uint64_t sequence, const std::string& mine,
+                                    const Wait& wait) override;
+  // Everything of the call is on its stream; from here on the watchdog looks after it.
+  void complete(Channel channel, uint64_t sequence) override;
+  std::byte* address(int rank, int64_t offset, int64_t bytes) override;
+  std::optional<Window> acquire(Channel channel, int64_t bytes, std::string* why) override;
+  void release(Channel channel, const Window& window) override;
+  void copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) override;
+  void fill(Channel channel, std::byte* to, int64_t bytes) override;
+  void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) override;
+  void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
+  void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
+  void abort(const std::string& reason) override;
+  void close(const std::string& reason) override;
+
+  // A range for a caller's tensor that peers will write; `stream` is made to wait for its earlier readers.
+  // Collective: every rank calls it with the same number of bytes, and all grow together when one has to.
+  std::optional<Window> slot(int64_t bytes, Stream stream, const Wait& wait, std::string* why);
+
+  // What `channel`'s stream has been given by now may use `window`.
+  void note_use(Channel channel, const Window& window);
+
+  DeviceArena& device_arena() { return *arena_; }
+  Watchdog& watchdog() { return *watchdog_; }
+
+ private:
+  friend CudaResult connect_cuda(const Speaker&, Bootstrap&, const CudaOptions&);
+  CudaTransport(const Speaker& who, ShmResult control, NcclComm comm, const CudaOptions& options);
+
+  void map_tables();
+  std::string grow(int64_t bytes, const Wait& wait);
+  void flush(Channel channel);
+  std::string diagnose(Channel channel, uint64_t sequence, bool late);
+  DevicePtr device_word(int owner, Channel channel, Flag flag, int source);
+  Stream stream(Channel channel) const { return options_.streams[static_cast<size_t>(channel)]; }
+
+  // Copies given since the last flag of their channel.
+  struct Batch {
+    std::vector<DevicePtr> to, from;
+    std::vector<size_t> bytes;
+  };
+
+  const Speaker who_;
+  const std::shared_ptr<Transport> control_;
+  const std::shared_ptr<SharedTables> tables_;
+  const CudaOptions options_;
+  NcclComm comm_;
+  std::shared_ptr<DeviceArena> arena_;
+  std::optional<Window> staging_;
+  RangeAllocator staging_ranges_;
+  std::mutex staging_mutex_;
+  std::vector<std::pair<std::byte*, DevicePtr>> mapped_;  // by rank: its table here, and as devices see it
+  std::array<Batch, kChannels> batches_;
+  std::unique_ptr<Watchdog> watchdog_;
+  uint64_t memory_calls_ = 0;
+  std::atomic<bool> aborted_{false}, closed_{false};
+  std::array<Clock::time_point, kChannels> deadlines_{};
+  // The last value that a stream was made to wait for, for diagnose() and abort().
+  std::mutex awaited_mutex_;
+  std::map<std::tuple<Channel, Flag, int>, uint64_t> awaited_;
+};
+
+// Collective. Either every rank gets a transport or none does, with the same reason.
+CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOptions& options);
+
+}  // namespace tide::cuda

@@ -1,0 +1,173 @@
+// The reduction on a GPU: launch config, arguments, kernel, launcher.
+//
+// A chunk is read once and written once, so a block's speed is its bytes in flight: every thread issues kUnroll
+// 16-byte loads per rank before it adds the first. Blocks are few and short-lived; a concurrent GEMM keeps its SMs.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "../backend/error.h"
+#include "accumulate_cuda.h"
+
+namespace tide {
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kUnroll = 4;
+
+struct Args {
+  const char* own;
+  const char* staged;
+  long long stride;
+  int own_rank;
+  int ranks;
+  char* out;
+  long long numel;
+  double scale;
+};
+
+template <typename T>
+struct Sum {
+  using type = T;
+};
+template <>
+struct Sum<__nv_bfloat16> {
+  using type = float;
+};
+
+__device__ inline float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ inline float widen(float v) { return v; }
+__device__ inline double widen(double v) { return v; }
+__device__ inline int widen(int v) { return v; }
+__device__ inline long long widen(long long v) { return v; }
+
+// Explicit roundings: no contraction into a fused multiply-add, so that CPU and GPU agree bit for bit.
+__device__ inline float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline double plus(double a, double b) { return __dadd_rn(a, b); }
+__device__ inline int plus(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); }
+__device__ inline long long plus(long long a, long long b) {
+  return static_cast<long long>(static_cast<unsigned long long>(a) + static_cast<unsigned long long>(b));
+}
+__device__ inline float times(float a, double s) { return __fmul_rn(a, static_cast<float>(s)); }
+__device__ inline double times(double a, double s) { return __dmul_rn(a, s); }
+__device__ inline int times(int a, double) { return a; }
+__device__ inline long long times(long long a, double) { return a; }
+
+template <typename Out, typename A>
+__device__ inline Out narrow(A v) {
+  return static_cast<Out>(v);
+}
+template <>
+__device__ inline __nv_bfloat16 narrow<__nv_bfloat16, float>(float v) {
+  return __float2bfloat16_rn(v);
+}
+
+__device__ inline const char* source(const Args& a, int rank) {
+  if (rank == a.own_rank) return a.own;
+  return a.staged + a.stride * (rank < a.own_rank ? rank : rank - 1);
+}
+
+// One element per step; for ends and for pointers that 16-byte loads cannot take.
+template <typename In, typename Out>
+__device__ void one(const Args& a, long long i) {
+  typename Sum<In>::type sum = widen(reinterpret_cast<const In*>(source(a, 0))[i]);
+  for (int r = 1; r < a.ranks; ++r) sum = plus(sum, widen(reinterpret_cast<const In*>(source(a, r))[i]));
+  reinterpret_cast<Out*>(a.out)[i] = narrow<Out>(a.scale == 1.0 ? sum : times(sum, a.scale));
+}
+
+template <typename In, typename Out>
+__global__ void __launch_bounds__(kThreads) accumulate_vectors(Args a) {
+  using S = typename Sum<In>::type;
+  constexpr int kVector = 16 / sizeof(In);
+  const long long vectors = a.numel / kVector, step = static_cast<long long>(gridDim.x) * kThreads;
+  const long long first = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+  for (long long base = first; base < vectors; base += step * kUnroll) {
+    S sum[kUnroll][kVector];
+    for (int r = 0; r < a.ranks; ++r) {
+      const uint4* from = reinterpret_cast<const uint4*>(source(a, r));
+      uint4 loaded[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (base + u * step < vectors) loaded[u] = __ldcs(from + base + u * step);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const In* values = reinterpret_cast<const In*>(&loaded[u]);
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum[u][e] = r == 0 ? widen(values[e]) : plus(sum[u][e], widen(values[e]));
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (base + u * step >= vectors) break;
+      alignas(16) Out result[kVector];
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) result[e] = narrow<Out>(a.scale == 1.0 ? sum[u][e] : times(sum[u][e], a.scale));
+      uint4* to = reinterpret_cast<uint4*>(a.out + (base + u * step) * kVector * sizeof(Out));
+#pragma unroll
+      for (int w = 0; w < static_cast<int>(kVector * sizeof(Out) / 16); ++w) {
+        __stcs(to + w, reinterpret_cast<const uint4*>(result)[w]);
+      }
+    }
+  }
+  for (long long i = vectors * kVector + first; i < a.numel; i += step) one<In, Out>(a, i);
+}
+
+template <typename In, typename Out>
+__global__ void __launch_bounds__(kThreads) accumulate_elements(Args a) {
+  const long long step = static_cast<long long>(gridDim.x) * kThreads;
+  for (long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x; i < a.numel; i += step) {
+    one<In, Out>(a, i);
+  }
+}
+
+bool aligned(const AccumulateArgs& a) {
+  const auto bits = reinterpret_cast<uintptr_t>(a.own) | reinterpret_cast<uintptr_t>(a.staged) |
+                    reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.stride);
+  return bits % 16 == 0;
+}
+
+template <typename In, typename Out>
+void launch(const AccumulateArgs& a, int ctas, cudaStream_t stream) {
+  const Args args{reinterpret_cast<const char*>(a.own), reinterpret_cast<const char*>(a.staged), a.stride, a.own_rank,
+                  a.ranks, reinterpret_cast<char*>(a.out), a.numel, a.scale};
+  const bool vectors = aligned(a);
+  const int64_t per_block = static_cast<int64_t>(kThreads) * (vectors ? kUnroll * (16 / sizeof(In)) : 1);
+  const int64_t blocks = std::clamp<int64_t>((a.numel + per_block - 1) / per_block, 1, ctas);
+  auto* kernel = vectors ? accumulate_vectors<In, Out> : accumulate_elements<In, Out>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess) {
+    throw Error(ErrorKind::driver, std::string("tide: launch of the accumulate kernel failed: ") + cudaGetErrorString(status));
+  }
+}
+
+void dispatch(ElementType in, ElementType out, const AccumulateArgs& a, int ctas, void* stream_handle) {
+  auto stream = static_cast<cudaStream_t>(stream_handle);
+  if (in == ElementType::bf16 && out == ElementType::f32) return launch<__nv_bfloat16, float>(a, ctas, stream);
+  if (in == out) {
+    switch (in) {
+      case ElementType::bf16:
+        return launch<__nv_bfloat16, __nv_bfloat16>(a, ctas, stream);
+      case ElementType::f32:
+        return launch<float, float>(a, ctas, stream);
+      case ElementType::f64:
+        return launch<double, double>(a, ctas, stream);
+      case ElementType::i32:
+        return launch<int, int>(a, ctas, stream);
+      case ElementType::i64:
+        return launch<long long, long long>(a, ctas, stream);
+      case ElementType::bytes:
+        break;
+    }
+  }
+  throw Error(ErrorKind::usage, std::string("tide has no reduction of ") + to_string(in) + " into " + to_string(out));
+}
+
+}  // namespace
+
+AccumulateLaunch accumulate_launch() { return dispatch; }
+
+}  // namespace tide

@@ -1,4 +1,4 @@
-"""Runs the plans of all ranks of one call in plain Python: byte arrays, a dictionary of flags, one rank at a time.
+"""Runs the plans of all ranks of one call in plain Python: byte arrays, a dictionary of flags, rank by rank.
 
 Only the schedule and the addresses come from the plans; sums are the oracle's, one per accumulate step.
 """

@@ -1,4 +1,4 @@
-"""Random shapes: the plans, run in plain Python in a random order of ranks, against the oracle, bit for bit."""
+"""Random shapes: plans run in plain Python in a random order of ranks, against the oracle, bit for bit."""
 
 from __future__ import annotations
 

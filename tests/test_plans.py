@@ -1,4 +1,4 @@
-"""What the plans of small calls look like. EXPECTTEST_ACCEPT=1 rewrites the expectations after a wanted change."""
+"""What the plans of small calls look like. After a wanted change, EXPECTTEST_ACCEPT=1 rewrites them."""
 
 from __future__ import annotations
 

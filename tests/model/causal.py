@@ -17,7 +17,21 @@ from typing import NamedTuple
 
 from model.machine import Machine, Range, Violation
 from model.memory import Region
-from model.ops import Acquire, Await, Check, Meet, Move, Op, Post, Publish, Release, Signal, Wait
+from model.ops import (
+    Acquire,
+    Await,
+    Check,
+    Claim,
+    Meet,
+    Move,
+    Op,
+    Post,
+    Publish,
+    Release,
+    Retire,
+    Signal,
+    Wait,
+)
 from model.programs import Program
 
 Clock = tuple[int, ...]
@@ -58,6 +72,7 @@ class State(Machine):
             tuple(self.pc),
             tuple(self.clock),
             tuple(sorted(self.bound.items())),
+            tuple(sorted(self.before.items())),
             tuple(sorted(self.pools.items())),
             tuple(sorted(self.freed.items())),
             tuple(sorted((r, frozenset(a)) for r, a in self.log.items())),
@@ -127,11 +142,11 @@ class State(Machine):
                 self.access(t, source, False, op)
             self.access(t, to, True, op)
             self.move(to, sources)
-            if not self.program.setup.stream:
+            if self.program.setup.device == "cpu":
                 self.drain(t)
         elif isinstance(op, Signal):
             self.drain(t)
-            if op.word[0] == "ready":
+            if self.rules.fleeting(op.word):
                 self.issued[t] += 1
                 self.access(t, Range(op.word, 0, 1), True, op)
                 self.drain(t)
@@ -142,9 +157,10 @@ class State(Machine):
             self.access(t, self.record(rank, op.channel, op.sequence), True, op)
             self.publish(rank, op)
             self.drain(t)
-        elif isinstance(op, Post):
+        elif isinstance(op, (Post, Retire)):
             self.drain(t)
-            self.events[rank, op.event] = self.clock[t]
+            event = op.event if isinstance(op, Post) else f"retired {op.call}"
+            self.events[rank, event] = self.clock[t]
         elif isinstance(op, Check):
             self.drain(t)
             self.issued[t] += 1
@@ -159,9 +175,12 @@ class State(Machine):
                 self.trace = before
                 return False
             self.learn(t, known)
-            if isinstance(op, Meet):
+            if isinstance(op, Wait) and self.rules.fleeting(op.word):
                 self.issued[t] += 1
-                word = self.rules.ready_word(op.channel, op.peer, rank, op.sequence)
+                self.access(t, Range(op.word, 0, 1), False, op)
+            elif isinstance(op, Meet):
+                self.issued[t] += 1
+                word = self.rules.record_word(op.channel, op.peer, op.sequence)
                 self.access(t, Range(word, 0, 1), False, op)
                 self.access(t, self.record(op.peer, op.channel, op.sequence), False, op)
                 self.read_record(rank, op)
@@ -174,17 +193,18 @@ class State(Machine):
         rank = self.threads[t].rank
         if isinstance(op, Await):
             return self.events.get((rank, op.event))
+        if isinstance(op, Claim):
+            event = self.last_use(rank, op.call)
+            return self.clock[t] if event is None else self.events.get((rank, event))
         if isinstance(op, Meet):
-            if not op.waits:
+            if not self.rules.records_awaited:
                 return self.clock[t]
-            word = self.rules.ready_word(op.channel, op.peer, rank, op.sequence)
-            for value, clock in self.words.get(word, ()):
-                if value == op.sequence or (value > op.sequence and not self.rules.ready_by_equality):
-                    return clock
-            return None
-        assert isinstance(op, Wait)
-        for value, clock in self.words.get(op.word, ()):
-            if value >= op.value:
+            word, wanted = self.rules.record_word(op.channel, op.peer, op.sequence), op.sequence
+        else:
+            assert isinstance(op, Wait)
+            word, wanted = op.word, op.value
+        for value, clock in self.words.get(word, ()):
+            if self.satisfied(word, value, wanted):
                 return clock
         return None
 

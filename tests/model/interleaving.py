@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from model.causal import Result
 from model.machine import Machine, Range, Violation
-from model.ops import Acquire, Await, Check, Meet, Move, Post, Publish, Release, Signal, Wait
+from model.ops import Acquire, Await, Check, Claim, Meet, Move, Post, Publish, Release, Retire, Signal, Wait
 from model.programs import Program
 
 
@@ -44,6 +44,7 @@ class State(Machine):
             self.flights,
             self.events,
             *(frozenset(d.items()) for d in (self.words, self.contents, self.bound, self.seen, self.pools)),
+            frozenset(self.before.items()),
         )
 
     def name(self, t: int) -> str:
@@ -61,8 +62,9 @@ class State(Machine):
         op = thread.ops[self.pc[t]]
         rank = thread.rank
         mine = [f for f in self.flights if f.thread == t]
-        asynchronous = all(isinstance(thread.ops[f.op], Move) for f in mine) and self.program.setup.stream
-        if mine and not (asynchronous and isinstance(op, (Move, Wait, Await))):
+        streams = self.program.setup.device == "cuda"
+        asynchronous = streams and all(isinstance(thread.ops[f.op], Move) for f in mine)
+        if mine and not (asynchronous and isinstance(op, (Move, Wait, Await, Claim))):
             return []
         if not self.enabled(rank, op):
             return []
@@ -72,12 +74,14 @@ class State(Machine):
     def enabled(self, rank: int, op) -> bool:
         if isinstance(op, Await):
             return (rank, op.event) in self.events
+        if isinstance(op, Claim):
+            event = self.last_use(rank, op.call)
+            return event is None or (rank, event) in self.events
         if isinstance(op, Wait):
-            return self.words.get(op.word, 0) >= op.value
-        if isinstance(op, Meet) and op.waits:
-            word = self.rules.ready_word(op.channel, op.peer, rank, op.sequence)
-            value = self.words.get(word, 0)
-            return value == op.sequence or (value > op.sequence and not self.rules.ready_by_equality)
+            return self.satisfied(op.word, self.words.get(op.word, 0), op.value)
+        if isinstance(op, Meet) and self.rules.records_awaited:
+            word = self.rules.record_word(op.channel, op.peer, op.sequence)
+            return self.satisfied(word, self.words.get(word, 0), op.sequence)
         return True
 
     def go(self, t: int, op, window: int | None) -> State:
@@ -94,8 +98,9 @@ class State(Machine):
             self.launch(t, (), tuple(self.range(rank, op.at, b)._replace(begin=a) for a, b, _ in op.expected))
         elif isinstance(op, Signal):
             self.words[op.word] = op.value
-        elif isinstance(op, Post):
-            self.events |= {(rank, op.event)}
+        elif isinstance(op, (Post, Retire)):
+            event = op.event if isinstance(op, Post) else f"retired {op.call}"
+            self.events |= {(rank, event)}
         elif isinstance(op, Acquire):
             self.acquire(rank, op.call, window)
         elif isinstance(op, Release):

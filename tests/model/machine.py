@@ -40,12 +40,17 @@ class Machine:
         self.contents: dict[Region, Contents] = {}
         self.bound: dict[tuple[int, str], int] = {}  # (rank, window name) -> place in the arena
         self.seen: dict[tuple[int, str, int], int] = {}  # (rank, call, peer): read from its record
+        self.users: dict[tuple[int, int], str] = {}  # (rank, window) -> the name it was last taken under
+        self.before: dict[
+            tuple[int, str], str
+        ] = {}  # (rank, window name) -> the name before, of the same window
         self.pools: dict[int, Pool] = {rank: Pool() for rank in range(program.setup.world)}
 
     def copy_to(self, other: Machine) -> None:
         other.program, other.threads, other.rules = self.program, self.threads, self.rules
         other.contents, other.bound = dict(self.contents), dict(self.bound)
         other.seen, other.pools = dict(self.seen), dict(self.pools)
+        other.users, other.before = dict(self.users), dict(self.before)
 
     # --- addresses --------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class Machine:
         if text[0] == "record":
             raise Violation("wrong data", f"rank {rank} reads record of rank {op.peer}, never written")
         sequence, contract, window = text
-        if self.rules.ready_by_equality and op.waits:
+        if self.rules.records_by_equality:
             if sequence != op.sequence:
                 raise Violation(
                     "wrong data",
@@ -130,6 +135,16 @@ class Machine:
                 raise Violation("mismatch", f"rank {op.peer} means another call than rank {rank}: {op.call}")
         if window is not None:
             self.seen[rank, op.call, op.peer] = window
+
+    def satisfied(self, word: tuple, value: int, wanted: int) -> bool:
+        if word[0] == "record word" and not self.rules.records_by_equality:
+            return value >= wanted
+        return value == wanted if self.rules.fleeting(word) else value >= wanted
+
+    def last_use(self, rank: int, name: str) -> str | None:
+        """The event after which the window called `name` is free of earlier work."""
+        before = self.before.get((rank, name))
+        return None if before is None else f"retired {before}"
 
     # --- pools ------------------------------------------------------------------------------------
 
@@ -148,6 +163,9 @@ class Machine:
         freed = tuple(w for w in pool.freed if w != at)
         self.pools[rank] = Pool(freed, max(pool.fresh, at + 1))
         self.bound[rank, name] = at
+        if (rank, at) in self.users:
+            self.before[rank, name] = self.users[rank, at]
+        self.users[rank, at] = name
 
     def release(self, rank: int, name: str) -> int:
         at = self.bound[rank, name]

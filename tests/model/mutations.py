@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from model.calls import Call
-from model.ops import Await, Move, Op, Release
+from model.ops import Claim, Move, Op, Release, Retire
 from model.programs import Compute, Issue, Item, Reshard, Setup
 from model.rules import Rules
 from model.scenarios import SHARDS, exchanged, gathered, packed, reduced, staged
@@ -14,13 +14,18 @@ from model.scenarios import SHARDS, exchanged, gathered, packed, reduced, staged
 
 @dataclass(frozen=True)
 class Mutation:
-    """`setup` differs from Setup(world) by the mistake alone; the same program passes without it."""
+    """`setup` holds the mistake; `repaired` is the same without it, and passes."""
 
     name: str
     program: Sequence[Item] | Sequence[Sequence[Item]]
     setup: Setup
     kinds: tuple[str, ...]  # how it may show
     every_order: bool = True  # small enough to be run in every order too
+
+    @property
+    def repaired(self) -> Setup:
+        s = self.setup
+        return Setup(s.world, s.device, s.merged, pools=s.pools)
 
 
 # --- edits of a plan's steps ----------------------------------------------------------------------
@@ -69,10 +74,6 @@ def one_buffer(steps: list[dict], call: Call, rank: int) -> list[dict]:
         return (space, index, offset % (call.chunk * 4)) if space == "window" else address
 
     return [{**s, "to": folded(s["to"]), "from": folded(s["from"])} for s in steps]
-
-
-def blind_meeting(steps: list[dict], call: Call, rank: int) -> list[dict]:
-    return [{**s, "kind": "meet_without_waiting"} if is_flag(s, "wait", "ready") else s for s in steps]
 
 
 def read_before_publishing(steps: list[dict], call: Call, rank: int) -> list[dict]:
@@ -135,7 +136,7 @@ def placed_in_the_batch(steps: list[dict], call: Call, rank: int) -> list[dict]:
 
 def released_early(ops: list[Op], call: Call, rank: int) -> list[Op]:
     """The staging goes back before the last addition has read it."""
-    release = next((op for op in ops if isinstance(op, Release)), None)
+    release = next((op for op in ops if isinstance(op, (Release, Retire))), None)
     if release is None or call.op != "reduce_scatter":
         return ops
     last = max(i for i, op in enumerate(ops) if isinstance(op, Move) and len(op.sources) > 1)
@@ -144,10 +145,13 @@ def released_early(ops: list[Op], call: Call, rank: int) -> list[Op]:
 
 
 def reshard_in_flight(ops: list[Op], call: Call, rank: int) -> list[Op]:
-    """The slot goes back while the call still runs."""
-    if call.op == "all_gather" and len(ops) == 2 and isinstance(ops[1], Release):
-        return [Await(call.name, f"issued {call.name}"), ops[1]]
-    return ops
+    """The slot goes back without a look at whether the call is over."""
+    return ops[1:] if len(ops) == 2 and isinstance(ops[1], (Release, Retire)) else ops
+
+
+def unclaimed(ops: list[Op], call: Call, rank: int) -> list[Op]:
+    """Streams use a window without waiting for the work that used it last."""
+    return [op for op in ops if not isinstance(op, Claim)]
 
 
 def added_backwards(ops: list[Op], call: Call, rank: int) -> list[Op]:
@@ -161,12 +165,14 @@ LOST = ("race", "wrong data", "out of bounds")
 
 
 def mutations() -> list[Mutation]:
-    two = Setup(2)
-    zero = [Issue(gathered("a", 2, (5,))), Issue(gathered("b", 2, (5,)))]
+    cpu, gpu = Setup(2), Setup(2, "cuda")
+    x, y = gathered("x", 2, (5,)), gathered("y", 2, (5,))
+    zero, twice = [Issue(x)], [Issue(x), Issue(y)]
     ag, rs = [Issue(staged("a", LONG))], [Issue(packed("g", 40))]
     a2a = [Issue(exchanged("s", [0, 40], [40, 0]))]
-    beside = [Issue(gathered("x", 2, (5,))), Issue(packed("g", 12))]
-    vacated = [Issue(gathered("x", 2, (5,))), Reshard(gathered("x", 2, (5,))), Issue(packed("g", 12))]
+    beside = [Issue(packed("g", 12)), Issue(x)]
+    vacated = [Issue(x), Reshard(x), Issue(packed("g", 12))]
+    reused = [Issue(x), Compute(x), Reshard(x), Issue(y)]
     one_way = [Issue(exchanged(name, [0, 9], [0, 0])) for name in "st"]
     quiet = [Issue(exchanged(name, [0, 0], [0, 0])) for name in "st"]
     other_layout = [[Issue(gathered("a", 2, (8, 16)))], [Issue(gathered("a", 2, (16, 8)))]]
@@ -178,56 +184,70 @@ def mutations() -> list[Mutation]:
         Issue(gathered("d", 2, (5,))),
     ]
 
-    def rules(**changed) -> Setup:
-        return replace(two, rules=Rules(**changed))
+    def rules(base: Setup, **changed) -> Setup:
+        return replace(base, rules=Rules(**changed))
 
-    def steps(edit: Callable, base: Setup = two) -> Setup:
+    def steps(base: Setup, edit: Callable) -> Setup:
         return replace(base, edit_steps=edit)
 
-    def ops(edit: Callable) -> Setup:
-        return replace(two, edit_ops=edit)
+    def ops(base: Setup, edit: Callable) -> Setup:
+        return replace(base, edit_ops=edit)
 
+    common = [
+        (name, steps(base, edit), program, kinds)
+        for base in (cpu, gpu)
+        for name, edit, program, kinds in (
+            ("all-gather: missing credit wait", without("wait", "credit"), ag, LOST),
+            ("reduce-scatter: missing credit wait", without("wait", "credit"), rs, LOST),
+            ("all-to-all: missing credit wait", without("wait", "credit"), a2a, LOST),
+            ("all-gather: missing data wait", without("wait", "data"), ag, LOST),
+            ("reduce-scatter: missing data wait", without("wait", "data"), rs, LOST),
+            ("zero-copy: missing data wait", without("wait", "data"), zero, LOST),
+            ("all-gather: data flag before the data", signal_first("data"), ag, LOST),
+            ("reduce-scatter: data flag before the data", signal_first("data"), rs, LOST),
+            ("zero-copy: data flag before the data", signal_first("data"), zero, LOST),
+            ("all-gather: credit before the read", signal_first("credit"), ag, LOST),
+            ("reduce-scatter: credit before the addition", signal_first("credit"), rs, LOST),
+            ("all-to-all: credit before the read", signal_first("credit"), a2a, LOST),
+            ("all-gather: one buffer too few", one_buffer, ag, LOST),
+            ("all-to-all: one buffer too few", one_buffer, a2a, LOST),
+            ("all-gather: waits before it publishes", read_before_publishing, ag, ("deadlock",)),
+            ("reduce-scatter: sends all before it receives", send_all_then_receive, rs, ("deadlock",)),
+            ("a copy is lost", lost_copy, ag, LOST),
+        )
+    ]
+    fifo_of_three = Setup(3, merged=True)
     return [
-        Mutation("all-gather: missing credit wait", ag, steps(without("wait", "credit")), LOST),
-        Mutation("reduce-scatter: missing credit wait", rs, steps(without("wait", "credit")), LOST),
-        Mutation("all-to-all: missing credit wait", a2a, steps(without("wait", "credit")), LOST),
-        Mutation("all-gather: missing data wait", ag, steps(without("wait", "data")), LOST),
-        Mutation("reduce-scatter: missing data wait", rs, steps(without("wait", "data")), LOST),
-        Mutation("zero-copy: missing data wait", zero[:1], steps(without("wait", "data")), LOST),
-        Mutation("missing ready wait", zero[:1], steps(blind_meeting), LOST),
-        Mutation("all-gather: data flag before the data", ag, steps(signal_first("data")), LOST),
-        Mutation("reduce-scatter: data flag before the data", rs, steps(signal_first("data")), LOST),
-        Mutation("zero-copy: data flag before the data", zero[:1], steps(signal_first("data")), LOST),
-        Mutation("all-gather: credit before the read", ag, steps(signal_first("credit")), LOST),
-        Mutation("reduce-scatter: credit before the addition", rs, steps(signal_first("credit")), LOST),
-        Mutation("all-to-all: credit before the read", a2a, steps(signal_first("credit")), LOST),
-        Mutation("all-gather: one buffer too few", ag, steps(one_buffer), LOST),
-        Mutation("all-to-all: one buffer too few", a2a, steps(one_buffer), LOST),
+        *(Mutation(f"{base.device}, {name}", program, base, kinds) for name, base, program, kinds in common),
         Mutation("flag values start again with every call", [*ag, Issue(staged("b", LONG))],
-                 rules(values_carry_sequence=False), LOST),
-        Mutation("channels share flag words", beside, rules(words_per_channel=False), (*LOST, "deadlock")),
-        Mutation("window of the call before", zero, rules(window_of_this_call=False), LOST),
+                 rules(cpu, values_carry_sequence=False), LOST),
+        Mutation("channels share flag words", beside,
+                 rules(cpu, words_per_channel=False), (*LOST, "deadlock")),
+        Mutation("window of the call before", twice, rules(cpu, window_of_this_call=False), LOST),
         Mutation("offsets taken to be the same on every rank", odd_pools,
-                 replace(rules(window_of_its_owner=False), merged=True, pools=("last", "first")), LOST),
-        Mutation("one record instead of two", one_way, rules(record_buffers=1), LOST),
-        Mutation("one ready word awaited by equality", quiet, rules(ready_words=1), ("race", "deadlock")),
-        Mutation("ready awaited as at least, another layout", other_layout,
-                 rules(ready_by_equality=False), LOST),
-        Mutation("staging released before the last addition", beside[::-1], ops(released_early), LOST),
+                 replace(rules(cpu, window_of_its_owner=False), merged=True, pools=("last", "first")), LOST),
+        Mutation("one record instead of two", one_way,
+                 rules(gpu, record_buffers=1, record_words=1), (*LOST, "deadlock")),
+        Mutation("records not awaited", zero, rules(cpu, records_awaited=False), LOST),
+        Mutation("records awaited as at least, another layout", other_layout,
+                 rules(cpu, records_by_equality=False), LOST),
+        Mutation("one ready word awaited by equality", quiet,
+                 rules(gpu, ready_by_equality=True), ("race", "deadlock")),
+        Mutation("missing ready wait", reused, steps(gpu, without("wait", "ready")), LOST),
+        Mutation("window not claimed from its last use", reused, ops(gpu, unclaimed), LOST),
+        Mutation("own shard placed in the batch that sends it", zero, steps(gpu, placed_in_the_batch), LOST),
+        Mutation("cpu, staging released before the last addition", beside, ops(cpu, released_early), LOST),
+        Mutation("cuda, staging released before the last addition", beside, ops(gpu, released_early), LOST),
+        Mutation("cpu, slot released while peers push", vacated, ops(cpu, reshard_in_flight), LOST),
+        Mutation("cuda, slot released while peers push", vacated, ops(gpu, reshard_in_flight), LOST),
         Mutation("window released before the last reader's credit",
                  [Issue(staged("a", (12,))), Issue(packed("g", 12))],
-                 steps(without_last("wait", "credit")), LOST, every_order=False),
-        Mutation("slot released while peers push", vacated, ops(reshard_in_flight), LOST),
-        Mutation("all-gather: waits before it publishes", ag, steps(read_before_publishing), ("deadlock",)),
-        Mutation("reduce-scatter: sends all before it receives", rs, steps(send_all_then_receive),
-                 ("deadlock",)),
+                 steps(cpu, without_last("wait", "credit")), LOST, every_order=False),
         Mutation("zero-copy: another peer's window", [Issue(gathered("a", 3, (5,)))],
-                 steps(swapped_peers, replace(Setup(3), merged=True)), LOST),
+                 steps(fifo_of_three, swapped_peers), LOST),
         Mutation("reduce-scatter: another writer's slice", [Issue(packed("g", 12))],
-                 steps(neighbours_slice, replace(Setup(3), merged=True)), LOST),
-        Mutation("a copy is lost", ag, steps(lost_copy), LOST),
-        Mutation("own shard placed in the batch that sends it", zero[:1], steps(placed_in_the_batch), LOST),
-        Mutation("added in another order", [Issue(reduced("g", 2, SHARDS[1:]))], ops(added_backwards),
-                 ("wrong data",)),
-        Mutation("ranks cut chunks differently", other_chunks, two, (*LOST, "deadlock")),
+                 steps(fifo_of_three, neighbours_slice), LOST),
+        Mutation("added in another order", [Issue(reduced("g", 2, SHARDS[1:]))],
+                 ops(cpu, added_backwards), ("wrong data",)),
+        Mutation("ranks cut chunks differently", other_chunks, cpu, (*LOST, "deadlock")),
     ]  # fmt: skip

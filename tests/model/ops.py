@@ -79,7 +79,6 @@ class Meet(Op):
     channel: str
     sequence: int
     contract: int
-    waits: bool = True
 
     def __str__(self) -> str:
         return f"read record {self.sequence} of rank {self.peer}"
@@ -97,6 +96,22 @@ class Acquire(Op):
 class Release(Op):
     def __str__(self) -> str:
         return "release the window"
+
+
+@dataclass(frozen=True)
+class Claim(Op):
+    """On a stream: waits until the work that used this window last is over."""
+
+    def __str__(self) -> str:
+        return "wait for the window's last use"
+
+
+@dataclass(frozen=True)
+class Retire(Op):
+    """On a stream: the work that uses this window ends here."""
+
+    def __str__(self) -> str:
+        return "end of the window's use"
 
 
 @dataclass(frozen=True)

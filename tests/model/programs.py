@@ -1,4 +1,14 @@
-"""From an application's calls to threads: one per channel and one for the application, or one FIFO a rank."""
+"""From an application's calls to threads, as the product runs them on a CPU and on a GPU.
+
+CPU: each channel of a rank is a thread that takes its staging, exchanges records and runs the plan's
+steps, each over when it returns; the application is one more thread, which takes slots and gives them
+back.
+GPU: one host thread of a rank takes windows, exchanges records, puts the steps on the channel's stream
+and gives staging back at once; whoever gets a window waits, on its stream, for the work that used it
+last. Copies on a stream are done in any order until the next signal. The application computes on a stream
+of its own.
+merged: all channels (CPU) or all streams (GPU) of a rank are one FIFO.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +21,7 @@ from model.ops import (
     Acquire,
     Await,
     Check,
+    Claim,
     Meet,
     Move,
     Op,
@@ -18,6 +29,7 @@ from model.ops import (
     Post,
     Publish,
     Release,
+    Retire,
     Signal,
     Thread,
     Wait,
@@ -51,17 +63,17 @@ EditOps = Callable[[list[Op], Call, int], list[Op]]
 
 @dataclass(frozen=True)
 class Setup:
-    """How a program runs. merged: all streams of a rank are one FIFO. stream: ready words and asynchronous
-    copies, as on a GPU; otherwise records are exchanged before the first step and copies are synchronous.
+    """edit_steps, edit_ops: what a mutation does to a plan, and to the operations of one call or reshard.
+
+    pools: which freed window a rank takes, by rank: "any" explores all; "last" or "first" freed.
     """
 
     world: int
+    device: str = "cpu"
     merged: bool = False
-    stream: bool = True
     rules: Rules = field(default_factory=Rules)
     edit_steps: EditSteps = lambda steps, call, rank: steps
     edit_ops: EditOps = lambda ops, call, rank: ops
-    # Which freed window a rank takes: "any" explores all, "last" and "first" freed are one choice each.
     pools: tuple[str, ...] = ()
 
     def pool(self, rank: int) -> str:
@@ -82,11 +94,17 @@ def build(ranks: Sequence[Sequence[Item]] | Sequence[Item], setup: Setup) -> Pro
     per_rank = ranks if isinstance(ranks[0], Sequence) else [ranks] * setup.world
     program = Program(setup)
     for rank, items in enumerate(per_rank):
-        _Builder(program, rank).run(items)
+        builder = (_Host if setup.device == "cuda" else _Threads)(program, rank)
+        for item in items:
+            builder.add(item)
+        for name, ops in builder.lanes.items():
+            program.threads.append(Thread(rank, name, tuple(ops)))
     return program
 
 
 class _Builder:
+    """Collects the operations of one rank's threads; how a call is spread over them is the subclasses'."""
+
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.setup, self.rank = program, program.setup, rank
         self.world, self.rules = self.setup.world, self.setup.rules
@@ -94,25 +112,13 @@ class _Builder:
         self.calls: dict[str, int] = {}
         self.exchanges: dict[str, int] = {}
         self.last: dict[str, str] = {}
+        self.lanes: dict[str, list[Op]] = {}
 
-    def run(self, items: Sequence[Item]) -> None:
-        app: list[Op] = []
-        channels: dict[str, list[Op]] = {}
-        for item in items:
-            name = item.call.name
-            if isinstance(item, Issue):
-                app += [*self.before(item.call), Post(name, f"issued {name}")]
-                lane = app if self.setup.merged else channels.setdefault(item.call.channel, [])
-                call = self.collective(item.call)
-                ops = [Await(name, f"issued {name}"), *call, Post(name, f"finished {name}")]
-                lane += self.setup.edit_ops(ops, item.call, self.rank)
-            elif isinstance(item, Compute):
-                app += [Await(name, f"finished {name}"), self.check(item.call)]
-            elif self.rank in item.call.slots:
-                ops = [Await(name, f"finished {name}"), Release(slot(item.call, self.world))]
-                app += self.setup.edit_ops(ops, item.call, self.rank)
-        for lane, ops in [("app", app), *channels.items()]:
-            self.program.threads.append(Thread(self.rank, lane, tuple(ops)))
+    def lane(self, name: str) -> list[Op]:
+        return self.lanes.setdefault(name, [])
+
+    def edited(self, ops: list[Op], call: Call) -> list[Op]:
+        return self.setup.edit_ops(ops, call, self.rank)
 
     def output(self, call: Call, offset: int = 0) -> Place:
         if self.rank in call.slots:
@@ -125,81 +131,66 @@ class _Builder:
     def check(self, call: Call) -> Check:
         return Check(call.name, self.output(call), expected(call, self.rank, self.world))
 
-    def before(self, call: Call) -> list[Op]:
-        """What the caller does: take a slot, and put the shard there."""
-        ops: list[Op] = []
-        if self.rank in call.slots:
-            self.program.sizes[self.rank, slot(call, self.world)] = call.output_bytes(self.rank, self.world)
-            ops.append(Acquire(slot(call, self.world)))
-        if call.placed:
-            for source, to, size in own_shard(call, self.rank, self.world):
-                ops.append(Move(call.name, self.output(call, to), (self.input(call, 0, source),), size))
-        return ops
+    def acquire(self, name: str, size: int) -> list[Op]:
+        if size == 0:
+            return []
+        self.program.sizes[self.rank, name] = size
+        return [Acquire(name)]
 
-    def collective(self, call: Call) -> list[Op]:
-        plan = plan_of(call, self.rank, self.world)
+    def slot(self, call: Call) -> list[Op]:
+        if self.rank not in call.slots:
+            return []
+        return self.acquire(slot(call, self.world), call.output_bytes(self.rank, self.world))
+
+    def placement(self, call: Call) -> list[Op]:
+        """A caller that places its shard itself."""
+        if not call.placed:
+            return []
+        return [
+            Move(call.name, self.output(call, to), (self.input(call, 0, source),), size)
+            for source, to, size in own_shard(call, self.rank, self.world)
+        ]
+
+    def begin(self, call: Call) -> None:
         for index, numel in enumerate(call.input_numels(self.rank, self.world)):
             self.program.inputs["in", self.rank, call.name, index] = 4 * numel
         self.program.previous[call.name] = self.last.get(call.channel, call.name)
         self.last[call.channel] = call.name
         self.calls[call.channel] = self.calls.get(call.channel, 0) + 1
-        ops: list[Op] = []
-        if call.slots and plan.path == "staged":
-            ops += self.exchange(call)  # finds that some ranks have no slot; windows are agreed once more
-        if plan.window_bytes:
-            self.program.sizes[self.rank, call.name] = plan.window_bytes
-            ops.append(Acquire(call.name))
-        ops += self.exchange(call) if not self.setup.stream else [self.publish(call)]
-        for step in self.setup.edit_steps(list(plan.steps), call, self.rank):
-            ops += self.step(call, step)
-        ops.append(self.check(call))
-        if plan.window_bytes:
-            ops.append(Release(call.name))
-        return ops
-
-    def publish(self, call: Call) -> Publish:
-        self.exchanges[call.channel] = self.exchanges.get(call.channel, 0) + 1
-        return Publish(call.name, call.channel, self.exchanges[call.channel], call.contract)
 
     def exchange(self, call: Call) -> list[Op]:
+        """Publishes this rank's record, then waits for and reads every peer's."""
+        sequence = self.exchanges[call.channel] = self.exchanges.get(call.channel, 0) + 1
+        word = self.rules.record_word(call.channel, self.rank, sequence)
         return [
-            self.publish(call),
-            *(self.ready(call, peer) for peer in self.peers),
-            *(self.meet(call, peer) for peer in self.peers),
+            Publish(call.name, call.channel, sequence, call.contract),
+            Signal(call.name, word, sequence),
+            *(Meet(call.name, peer, call.channel, sequence, call.contract) for peer in self.peers),
         ]
 
-    def ready(self, call: Call, peer: int) -> Signal:
-        sequence = self.exchanges[call.channel]
-        word = self.rules.ready_word(call.channel, self.rank, peer, sequence)
-        return Signal(call.name, word, sequence)
+    def steps(self, call: Call) -> list[Op]:
+        plan = plan_of(call, self.rank, self.world)
+        return [self.step(call, s) for s in self.setup.edit_steps(list(plan.steps), call, self.rank)]
 
-    def meet(self, call: Call, peer: int, waits: bool = True) -> Meet:
-        return Meet(call.name, peer, call.channel, self.exchanges[call.channel], call.contract, waits)
-
-    def step(self, call: Call, step: dict) -> list[Op]:
+    def step(self, call: Call, step: dict) -> Op:
         kind, peer, flag = step["kind"], step["peer"], step["flag"]
-        if kind in ("signal", "wait", "meet_without_waiting"):
-            if flag == "ready":
-                if not self.setup.stream:
-                    return []
-                if kind == "signal":
-                    return [self.ready(call, peer)]
-                return [self.meet(call, peer, waits=kind == "wait")]
+        if kind in ("signal", "wait"):
             value = self.rules.value(self.calls[call.channel], step["value"])
-            if kind == "signal":
-                return [Signal(call.name, self.rules.word(flag, call.channel, self.rank, peer), value)]
-            return [Wait(call.name, self.rules.word(flag, call.channel, peer, self.rank), value)]
+            source, at = (self.rank, peer) if kind == "signal" else (peer, self.rank)
+            word = self.rules.word(flag, call.channel, source, at)
+            return Signal(call.name, word, value) if kind == "signal" else Wait(call.name, word, value)
         to = self.address(call, step["to"])
         if kind == "fill":
-            return [Move(call.name, to, (), step["bytes"])]
-        sources = [self.address(call, step["from"])]
-        if kind == "accumulate":
-            for other in range(self.world - 1):
-                at = step["staged"] + other * step["stride"]
-                sources.insert(other + (other >= self.rank), Place(None, self.rank, call.name, at))
-            own = sources.index(self.address(call, step["from"]))
-            assert own == self.rank
-        return [Move(call.name, to, tuple(sources), step["bytes"])]
+            return Move(call.name, to, (), step["bytes"])
+        own = self.address(call, step["from"])
+        if kind == "copy":
+            return Move(call.name, to, (own,), step["bytes"])
+        assert kind == "accumulate", kind
+        sources = [
+            Place(None, self.rank, call.name, step["staged"] + other * step["stride"])
+            for other in range(self.world - 1)
+        ]
+        return Move(call.name, to, (*sources[: self.rank], own, *sources[self.rank :]), step["bytes"])
 
     def address(self, call: Call, address: tuple[str, int, int]) -> Place:
         space, index, offset = address
@@ -209,6 +200,69 @@ class _Builder:
             return self.output(call, offset)
         assert space == "window", space
         return Place(None, index, call.name, offset)
+
+
+class _Threads(_Builder):
+    """On a CPU."""
+
+    def add(self, item: Item) -> None:
+        call, name = item.call, item.call.name
+        app = self.lane("app")
+        if isinstance(item, Issue):
+            app += [*self.slot(call), *self.placement(call), Post(name, f"issued {name}")]
+            lane = app if self.setup.merged else self.lane(call.channel)
+            ops = [Await(name, f"issued {name}"), *self.collective(call), Post(name, f"finished {name}")]
+            lane += self.edited(ops, call)
+        elif isinstance(item, Compute):
+            app += [Await(name, f"finished {name}"), self.check(call)]
+        elif self.rank in call.slots:
+            app += self.edited([Await(name, f"finished {name}"), Release(slot(call, self.world))], call)
+
+    def collective(self, call: Call) -> list[Op]:
+        self.begin(call)
+        plan = plan_of(call, self.rank, self.world)
+        staging = self.acquire(name := call.name, plan.window_bytes)
+        # Where only some ranks have a slot, the first exchange finds out and windows are agreed once more.
+        first = self.exchange(call) if call.slots and plan.path == "staged" else []
+        release = [Release(name)] if staging else []
+        return [*first, *staging, *self.exchange(call), *self.steps(call), self.check(call), *release]
+
+
+class _Host(_Builder):
+    """On a GPU."""
+
+    def stream(self, name: str) -> list[Op]:
+        return self.lane("streams" if self.setup.merged else name)
+
+    def add(self, item: Item) -> None:
+        call, name = item.call, item.call.name
+        host, compute = self.lane("host"), self.stream("compute")
+        if isinstance(item, Issue):
+            self.begin(call)
+            plan = plan_of(call, self.rank, self.world)
+            first = self.slot(call)
+            staging = self.acquire(name, plan.window_bytes)
+            host += [*first, *staging, *self.exchange(call), Post(name, f"enqueued {name}")]
+            host += [Release(name)] if staging else []
+            if call.op != "all_gather":  # gradients and activations come from the compute before
+                compute.append(Post(name, f"computed {name}"))
+            ops = [
+                Await(name, f"enqueued {name}"),
+                *([] if call.op == "all_gather" else [Await(name, f"computed {name}")]),
+                *(Claim(op.call) for op in [*first, *staging]),
+                *self.placement(call),
+                *self.steps(call),
+                self.check(call),
+                *([Retire(name)] if staging else []),
+                Post(name, f"finished {name}"),
+            ]
+            self.stream(call.channel).extend(self.edited(ops, call))
+        elif isinstance(item, Compute):
+            compute += [Await(name, f"enqueued {name}"), Await(name, f"finished {name}"), self.check(call)]
+        elif self.rank in call.slots:
+            window = slot(call, self.world)
+            compute += self.edited([Await(name, f"finished {name}"), Retire(window)], call)
+            host.append(Release(window))
 
 
 def slot(call: Call, world: int) -> str:

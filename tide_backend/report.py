@@ -44,6 +44,7 @@ class CollectiveRow:
     """All calls of one operation of a group that went one way for one reason, FSDP2's among them."""
 
     group: str
+    device: str
     op: str
     path: str
     reason: str
@@ -82,10 +83,11 @@ class Report:
             )
         if self.collectives:
             lines += _table(
-                "group collective path calls MiB repair-copies seconds reason",
+                "group device collective path calls MiB repair-copies seconds reason",
                 [
                     (
                         c.group,
+                        c.device,
                         c.op,
                         c.path,
                         c.calls,

@@ -208,6 +208,7 @@ Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const W
   auto& exchanges = exchanges_[static_cast<size_t>(q.op)];
   CallRecord mine = describe(q);
   mine.problem = call.problem;
+  mine.staging_bytes = options_.staging.budget_bytes;
   auto meet = [&](const Wait& until) {
     const auto all = transport->exchange(q.op, ++exchanges, mine.encode(), until);
     std::vector<CallRecord> records;

@@ -55,7 +55,7 @@ struct Plan {
 // all-gather: one writer, this rank), each of `chunk_bytes`.
 struct Staging {
   int64_t budget_bytes = 4 << 20;  // of one rank's window, whatever the number of ranks
-  int depth = 2;
+  int depth = 2;  // at least 2: with one buffer a rank would wait for a credit that its own next read gives
   int64_t smallest_chunk_bytes = 4096;
 
   int64_t chunk_bytes(int writers, int64_t needed_bytes) const;

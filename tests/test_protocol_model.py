@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from model import causal, interleaving
+from model.calls import Call
 from model.machine import Violation
 from model.mutations import Mutation, mutations
 from model.programs import Issue, Setup, build
@@ -63,8 +66,12 @@ def test_the_same_programs_pass_without_the_mistake(mutation: Mutation) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("engine", [causal, interleaving])
-def test_another_layout_is_named_before_a_byte_moves(engine, device: str) -> None:
-    ranks = [[Issue(staged("a", (10, 30)))], [Issue(staged("a", (30, 10)))]]
+@pytest.mark.parametrize("ours, theirs", [
+    (staged("a", (10, 30)), staged("a", (30, 10))),
+    (packed("g", 40), replace(packed("g", 40), chunk=20)),
+], ids=["another layout", "other chunks"])  # fmt: skip
+def test_ranks_that_disagree_hear_of_it_before_a_byte_moves(ours: Call, theirs: Call, engine, device: str) -> None:
+    ranks = [[Issue(ours)], [Issue(theirs)]]
     with pytest.raises(Violation) as found:
         engine.explore(build(ranks, Setup(2, device)))
     assert found.value.kind == "mismatch"

@@ -44,7 +44,7 @@ class Call:
 
     @property
     def contract(self) -> int:
-        return zlib.crc32(repr(replace(self, name="", slots=(), chunk=0)).encode())
+        return zlib.crc32(repr(replace(self, name="", slots=())).encode())
 
     def zero_copy(self, world: int) -> bool:
         return self.op == "all_gather" and len(self.slots) == world

@@ -176,7 +176,6 @@ def mutations() -> list[Mutation]:
     one_way = [Issue(exchanged(name, [0, 9], [0, 0])) for name in "st"]
     quiet = [Issue(exchanged(name, [0, 0], [0, 0])) for name in "st"]
     other_layout = [[Issue(gathered("a", 2, (8, 16)))], [Issue(gathered("a", 2, (16, 8)))]]
-    other_chunks = [[Issue(packed("g", 40))], [Issue(replace(packed("g", 40), chunk=20))]]
     odd_pools = [
         *(Issue(gathered(n, 2, (5,))) for n in "ab"),
         *(item(gathered(n, 2, (5,))) for n in "ab" for item in (Compute, Reshard)),
@@ -249,5 +248,4 @@ def mutations() -> list[Mutation]:
                  steps(fifo_of_three, neighbours_slice), LOST),
         Mutation("added in another order", [Issue(reduced("g", 2, SHARDS[1:]))],
                  ops(cpu, added_backwards), ("wrong data",)),
-        Mutation("ranks cut chunks differently", other_chunks, cpu, (*LOST, "deadlock")),
     ]  # fmt: skip

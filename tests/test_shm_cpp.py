@@ -28,6 +28,7 @@ CASES = [
     "nothing_left",
     "out_of_memory",
     "ping_pong",
+    "random_arrival",
     "stopped_rank",
     "stranger",
     "threads",

@@ -10,7 +10,6 @@ namespace tide {
 struct Table::Layout {
   std::atomic<uint32_t> state;
   char reason[1020];
-  Doorbell doorbells[kChannels];
   Journal journals[kChannels];
   Record records[kChannels][2];
   // FlagWord flags[kChannels][kFlags][world] follows.
@@ -37,11 +36,11 @@ int64_t Table::bytes(int world) {
 
 Table::Table(std::byte* memory, int world) : layout_(reinterpret_cast<Layout*>(memory)), world_(world) {}
 
-Doorbell& Table::doorbell(Channel channel) const { return layout_->doorbells[index(channel)]; }
+Bell& Table::published_bell(Channel channel) const { return layout_->journals[index(channel)].bell; }
 
-std::atomic<uint64_t>& Table::flag(Channel channel, Flag flag, int source) const {
+FlagWord& Table::flag(Channel channel, Flag flag, int source) const {
   const int position = (index(channel) * kFlags + static_cast<int>(flag)) * world_ + source;
-  return layout_->flags()[position].value;
+  return layout_->flags()[position];
 }
 
 // Two records per channel suffice: a rank publishes call n+2 only after it has seen every peer's record of
@@ -56,6 +55,7 @@ void Table::publish(Channel channel, uint64_t sequence, const std::string& text)
   record.length.store(static_cast<uint32_t>(text.size()), std::memory_order_relaxed);
   record.sequence.store(sequence + 1, std::memory_order_release);
   layout_->journals[index(channel)].published.store(sequence + 1, std::memory_order_seq_cst);
+  ring(published_bell(channel));
 }
 
 void Table::complete(Channel channel, uint64_t sequence) const {
@@ -108,7 +108,7 @@ std::string Table::last_calls() const {
   return text.empty() ? "no call yet" : text;
 }
 
-void ring(Doorbell& bell) {
+void ring(Bell& bell) {
   // Both sequentially consistent, as the waiter's registration and its load of `rings` are: either this load
   // sees the waiter, or the waiter's look at the changed word comes after the change.
   bell.rings.fetch_add(1, std::memory_order_seq_cst);

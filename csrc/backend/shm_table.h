@@ -16,14 +16,18 @@ namespace tide {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "words shared between processes must be lock-free");
 
-// What peers ring after they changed anything this rank may be waiting for. Only the owner waits on it.
-struct alignas(64) Doorbell {
+// Rung after a change that somebody may be waiting for. One bell per thing that can be awaited, so that a
+// waiter is not woken by what it does not wait for.
+struct Bell {
   std::atomic<uint32_t> rings;
-  std::atomic<uint32_t> waiters;
+  std::atomic<uint32_t>
+      waiters;  // a waiter that is killed stays counted: costs the ringer a system call, no more
 };
 
+// Set by one peer, awaited by the table's owner.
 struct alignas(64) FlagWord {
   std::atomic<uint64_t> value;
+  Bell bell;
 };
 
 // Written by the owner. Its sequence is zero while the text changes.
@@ -34,6 +38,7 @@ struct alignas(64) Record {
 };
 
 struct alignas(64) Journal {
+  Bell bell;
   std::atomic<uint64_t> published;
   std::atomic<uint64_t> completed;
 };
@@ -48,9 +53,10 @@ class Table {
   Table() = default;
   Table(std::byte* memory, int world);
 
-  Doorbell& doorbell(Channel channel) const;
+  // Rung by the owner when it has published a record; awaited by all peers, so one wake-up serves them all.
+  Bell& published_bell(Channel channel) const;
   // The word that `source` sets at this table's owner.
-  std::atomic<uint64_t>& flag(Channel channel, Flag flag, int source) const;
+  FlagWord& flag(Channel channel, Flag flag, int source) const;
 
   // Owner only.
   void publish(Channel channel, uint64_t sequence, const std::string& text) const;
@@ -73,6 +79,6 @@ class Table {
 };
 
 // Wakes whoever waits on the bell. Call it after the change itself.
-void ring(Doorbell& bell);
+void ring(Bell& bell);
 
 }  // namespace tide

@@ -64,7 +64,7 @@ class ShmTransport : public Transport, public SharedTables {
     return {memory.data(), memory.bytes()};
   }
   std::atomic<uint64_t>& flag_word(int owner, Channel channel, Flag flag, int source) override {
-    return table(owner).flag(channel, flag, source);
+    return table(owner).flag(channel, flag, source).value;
   }
   std::string lost(int rank) const override;
   std::string last_calls(int rank) override { return name_of(rank) + " (" + table(rank).last_calls() + ")"; }
@@ -79,9 +79,10 @@ class ShmTransport : public Transport, public SharedTables {
   void leave(RankState state, const std::string& reason);
   std::string name_of(int rank) const;
 
-  // Sleeps until `arrived(rank)` holds for every rank of `missing`. `goal(rank)` says what is awaited.
-  template <class Arrived, class Goal>
-  void await(Channel channel, std::vector<int> missing, const Wait& wait, Arrived arrived, Goal goal) const;
+  // Sleeps until `arrived(rank)` holds for every rank of `missing`. `bell_of(rank)` is rung when that may
+  // have changed, `goal(rank)` says what is awaited.
+  template <class Arrived, class BellOf, class Goal>
+  void await(std::vector<int> missing, const Wait& wait, Arrived arrived, BellOf bell_of, Goal goal) const;
   template <class Goal>
   std::string timeout_text(Clock::duration waited, const std::vector<int>& missing, Goal goal) const;
 
@@ -96,8 +97,7 @@ class ShmTransport : public Transport, public SharedTables {
 
 void ShmTransport::check_usable(const std::string& call) const {
   if (guard_.in_child())
-    fail(ErrorKind::usage, who_, call,
-         "the group was made before fork(); make a new group in the child process");
+    fail(ErrorKind::usage, who_, call, "the group was made before fork(); make a new group in the child process");
   if (own().state() == RankState::aborted)
     fail(ErrorKind::peer, who_, call, "the group was aborted: " + own().reason());
 }
@@ -112,15 +112,13 @@ std::vector<std::string> ShmTransport::exchange(Channel channel, uint64_t sequen
                                                 const Wait& wait) {
   check_usable(wait.call);
   if (static_cast<int64_t>(mine.size()) > kRecordBytes)
-    fail(ErrorKind::usage, who_, wait.call,
-         "a call record of " + std::to_string(mine.size()) + " bytes; at most " +
-             std::to_string(kRecordBytes) + " fit");
+    fail(
+        ErrorKind::usage, who_, wait.call,
+        "a call record of " + std::to_string(mine.size()) + " bytes; at most " + std::to_string(kRecordBytes) + " fit");
   own().publish(channel, sequence, mine);
   std::vector<int> missing;
   for (int step = 1; step < who_.world; ++step) {
-    const int peer = (who_.rank + step) % who_.world;
-    ring(table(peer).doorbell(channel));
-    missing.push_back(peer);
+    missing.push_back((who_.rank + step) % who_.world);
   }
   std::vector<std::string> records(static_cast<size_t>(who_.world));
   records[index(who_.rank)] = mine;
@@ -134,13 +132,13 @@ std::vector<std::string> ShmTransport::exchange(Channel channel, uint64_t sequen
     }
     if (published && *published > sequence)
       fail(ErrorKind::peer, who_, wait.call,
-           name_of(peer) + " is at " + to_string(channel) + " #" + std::to_string(*published) +
-               ", this rank at #" + std::to_string(sequence) +
-               "; the ranks made different calls on this group");
+           name_of(peer) + " is at " + to_string(channel) + " #" + std::to_string(*published) + ", this rank at #" +
+               std::to_string(sequence) + "; the ranks made different calls on this group");
     return false;
   };
-  await(channel, missing, wait, arrived,
-        [&](int) { return "its record of call #" + std::to_string(sequence); });
+  await(
+      missing, wait, arrived, [&](int peer) -> Bell& { return table(peer).published_bell(channel); },
+      [&](int) { return "its record of call #" + std::to_string(sequence); });
   return records;
 }
 
@@ -154,8 +152,8 @@ std::byte* ShmTransport::address(int rank, int64_t offset, int64_t bytes) {
   if (offset < 0 || bytes < 0 || bytes > size || offset > size - bytes)
     fail(ErrorKind::usage, who_, "",
          "bytes [" + std::to_string(offset) + ", " + std::to_string(offset + bytes) +
-             ") are not in the segment of rank " + std::to_string(rank) + ", which has " +
-             std::to_string(size) + " bytes");
+             ") are not in the segment of rank " + std::to_string(rank) + ", which has " + std::to_string(size) +
+             " bytes");
   return (rank == who_.rank ? arena_->data() : peers_[index(rank)].arena.data()) + offset;
 }
 
@@ -163,27 +161,28 @@ void ShmTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) 
   if (flag == Flag::ready) return;  // exchange() has said it
   check_usable("");
   check_rank(peer, "");
-  table(peer).flag(channel, flag, who_.rank).store(value, std::memory_order_seq_cst);
-  ring(table(peer).doorbell(channel));
+  FlagWord& word = table(peer).flag(channel, flag, who_.rank);
+  word.value.store(value, std::memory_order_seq_cst);
+  ring(word.bell);
 }
 
 void ShmTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) {
   if (flag == Flag::ready) return;
   check_usable(wait.call);
   check_rank(peer, wait.call);
-  const std::atomic<uint64_t>& word = own().flag(channel, flag, peer);
-  if (word.load(std::memory_order_seq_cst) >= value) return;
+  FlagWord& word = own().flag(channel, flag, peer);
+  const auto arrived = [&](int) { return word.value.load(std::memory_order_seq_cst) >= value; };
+  if (arrived(peer)) return;
   await(
-      channel, {peer}, wait, [&](int) { return word.load(std::memory_order_seq_cst) >= value; },
+      {peer}, wait, arrived, [&](int) -> Bell& { return word.bell; },
       [&](int) {
-        return std::string("its ") + to_string(flag) + " flag to reach " + std::to_string(value) +
-               " (it is at " + std::to_string(word.load(std::memory_order_relaxed)) + ")";
+        return std::string("its ") + to_string(flag) + " flag to reach " + std::to_string(value) + " (it is at " +
+               std::to_string(word.value.load(std::memory_order_relaxed)) + ")";
       });
 }
 
-template <class Arrived, class Goal>
-void ShmTransport::await(Channel channel, std::vector<int> missing, const Wait& wait, Arrived arrived,
-                         Goal goal) const {
+template <class Arrived, class BellOf, class Goal>
+void ShmTransport::await(std::vector<int> missing, const Wait& wait, Arrived arrived, BellOf bell_of, Goal goal) const {
   const auto look = [&] {
     missing.erase(std::remove_if(missing.begin(), missing.end(), arrived), missing.end());
     return missing.empty();
@@ -192,18 +191,21 @@ void ShmTransport::await(Channel channel, std::vector<int> missing, const Wait& 
     if (look()) return;
     std::this_thread::yield();
   }
-  Doorbell& bell = own().doorbell(channel);
   const auto start = Clock::now();
   auto next_tick = start + kTick;
   for (;;) {
+    // Asleep, this rank hears the bell of one missing rank only; the others' changes are seen when it rings.
+    const int heard = missing.front();
+    Bell& bell = bell_of(heard);
     // The registration comes before the last look, and every change before its ring: see ring().
     bell.waiters.fetch_add(1, std::memory_order_seq_cst);
     const struct Leave {
-      Doorbell& bell;
+      Bell& bell;
       ~Leave() { bell.waiters.fetch_sub(1, std::memory_order_relaxed); }
     } leave{bell};
     const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
     if (look()) return;
+    if (missing.front() != heard) continue;  // not to sleep at the wrong bell
     check_usable(wait.call);
     bool someone_left = false;
     for (const int rank : missing) someone_left |= table(rank).state() != RankState::open;
@@ -248,11 +250,9 @@ std::string ShmTransport::lost(int rank) const {
 }
 
 template <class Goal>
-std::string ShmTransport::timeout_text(Clock::duration waited, const std::vector<int>& missing,
-                                       Goal goal) const {
+std::string ShmTransport::timeout_text(Clock::duration waited, const std::vector<int>& missing, Goal goal) const {
   std::ostringstream text;
-  text << "waited " << std::fixed << std::setprecision(1) << std::chrono::duration<double>(waited).count()
-       << " s for ";
+  text << "waited " << std::fixed << std::setprecision(1) << std::chrono::duration<double>(waited).count() << " s for ";
   for (size_t i = 0; i < missing.size(); ++i)
     text << (i == 0 ? "" : ", ") << name_of(missing[i]) << " (" << table(missing[i]).last_calls() << ")";
   text << ": " << goal(missing.front());
@@ -273,8 +273,17 @@ void ShmTransport::leave(RankState state, const std::string& reason) {
   const std::lock_guard<std::mutex> lock(leaving_);
   if (own().state() != RankState::open) return;  // the first reason stands
   own().leave(state, reason);
-  for (const Table& peer : tables_)
-    for (int channel = 0; channel < kChannels; ++channel) ring(peer.doorbell(static_cast<Channel>(channel)));
+  // Whoever waits for this rank, and this rank's own threads, which may wait for any peer.
+  for (int i = 0; i < kChannels; ++i) {
+    const auto channel = static_cast<Channel>(i);
+    for (int peer = 0; peer < who_.world; ++peer) {
+      ring(table(peer).published_bell(channel));
+      for (int flag = 0; flag < kFlags; ++flag) {
+        ring(table(peer).flag(channel, static_cast<Flag>(flag), who_.rank).bell);
+        ring(own().flag(channel, static_cast<Flag>(flag), peer).bell);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -18,12 +18,10 @@ namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-ShmOptions small_arena(std::chrono::milliseconds handshake = 10s) {
-  return ShmOptions{256 * kMiB, handshake};
-}
+ShmOptions small_arena(std::chrono::milliseconds handshake = 10s) { return ShmOptions{256 * kMiB, handshake}; }
 
-ShmResult try_join(int rank, int world, const std::string& directory,
-                   const ShmOptions& options = small_arena(), std::chrono::milliseconds store_timeout = 10s) {
+ShmResult try_join(int rank, int world, const std::string& directory, const ShmOptions& options = small_arena(),
+                   std::chrono::milliseconds store_timeout = 10s) {
   FileBootstrap bootstrap(directory, store_timeout);
   return connect_shm(Speaker{rank, world, "test"}, bootstrap, options);
 }
@@ -45,13 +43,11 @@ void exchange_many() {
       const auto transport = join(rank, world, directory);
       const double connected = seconds_since(start);
       check(transport->rank() == rank && transport->world() == world, "rank and world");
-      const auto begin = Clock::now();
-      const int rounds = 10000;
+      const uint64_t rounds = 10000;
       for (uint64_t n = 0; n < rounds; ++n) {
         // Lengths from 8 bytes to the maximum; content that depends on rank and call everywhere.
         const auto text = [&](int who) {
-          std::string body(8 + (n * 977 + static_cast<uint64_t>(who) * 131) % (Transport::kRecordBytes - 7),
-                           '\0');
+          std::string body(8 + (n * 977 + static_cast<uint64_t>(who) * 131) % (Transport::kRecordBytes - 7), '\0');
           for (size_t i = 0; i < body.size(); ++i) body[i] = static_cast<char>(n * 7 + who * 31 + i);
           return body;
         };
@@ -59,11 +55,41 @@ void exchange_many() {
         for (int who = 0; who < world; ++who) check(records[static_cast<size_t>(who)] == text(who), "record");
         transport->complete(Channel::all_gather, n);
       }
+      const auto begin = Clock::now();
+      const std::string brief(200, 'x');
+      for (uint64_t n = rounds; n < 2 * rounds; ++n)
+        check(transport->exchange(Channel::all_gather, n, brief, within(20s)).back() == brief, "brief record");
       if (rank == 0)
         std::printf("world %d: connect %.2f ms, exchange %.2f us\n", world, connected * 1e3,
-                    seconds_since(begin) / rounds * 1e6);
+                    seconds_since(begin) / static_cast<double>(rounds) * 1e6);
     });
   }
+}
+
+// Ranks that come at random times: all of them sleep often, and none may sleep through what it waits for. A missed
+// wake-up would end at the next look around, 100 ms later, which calls `interrupted`.
+void random_arrival() {
+  const int world = 5;
+  run_ranks(world, [&](int rank, const std::string& directory) {
+    const auto transport = join(rank, world, directory);
+    std::mt19937 random(static_cast<unsigned>(rank));
+    const auto dawdle = [&] { std::this_thread::sleep_for(std::chrono::microseconds(random() % 300)); };
+    const int rounds = 500;
+    int overslept = 0;
+    auto wait = within(50s);
+    wait.interrupted = [&] { ++overslept; };
+    for (uint64_t n = 1; n <= rounds; ++n) {
+      dawdle();
+      transport->exchange(Channel::all_gather, n, "", wait);
+      for (int step = 1; step < world; ++step) {
+        dawdle();
+        transport->signal(Channel::all_gather, (rank + step) % world, Flag::data, n);
+      }
+      for (int step = 1; step < world; ++step)
+        transport->wait(Channel::all_gather, (rank + step) % world, Flag::data, n, wait);
+    }
+    check(overslept <= rounds / 50, "overslept " + std::to_string(overslept) + " times (a busy machine: a few)");
+  });
 }
 
 void ping_pong() {
@@ -76,8 +102,7 @@ void ping_pong() {
       transport->wait(Channel::all_gather, 1 - rank, Flag::data, n, within(20s));
       if (rank == 1) transport->signal(Channel::all_gather, 0, Flag::data, n);
     }
-    if (rank == 0)
-      std::printf("round trip %.0f ns\n", seconds_since(begin) / static_cast<double>(rounds) * 1e9);
+    if (rank == 0) std::printf("round trip %.0f ns\n", seconds_since(begin) / static_cast<double>(rounds) * 1e9);
     barrier(*transport, 0);
   });
 }
@@ -143,8 +168,8 @@ void killed_rank() {
         kill(getpid(), SIGKILL);
       }
       const auto start = Clock::now();
-      const Error error = caught(
-          [&] { transport->wait(Channel::all_gather, 2, Flag::data, 1, within(20s, "all_gather #0")); });
+      const Error error =
+          caught([&] { transport->wait(Channel::all_gather, 2, Flag::data, 1, within(20s, "all_gather #0")); });
       check(seconds_since(start) < 0.5, "noticed within 0.5 s, took " + std::to_string(seconds_since(start)));
       check(error.kind() == ErrorKind::peer, error.what());
       check_contains(error.what(), "rank 2 (pid ");
@@ -174,8 +199,7 @@ void stopped_rank() {
       auto wait = within(700ms, "all_gather #3");
       wait.interrupted = [&] { ++interrupts; };
       const auto start = Clock::now();
-      const Error error =
-          caught([&] { transport->exchange(Channel::all_gather, 3, "all_gather f32[2]", wait); });
+      const Error error = caught([&] { transport->exchange(Channel::all_gather, 3, "all_gather f32[2]", wait); });
       const double took = seconds_since(start);
       check(took > 0.69 && took < 0.95, "at the deadline, took " + std::to_string(took));
       check(error.kind() == ErrorKind::timeout, error.what());
@@ -222,8 +246,7 @@ void early_leaver() {
     const auto start = Clock::now();
     const Error error = caught([&] { transport->wait(Channel::all_gather, 1, Flag::data, 6, within(20s)); });
     check(seconds_since(start) < 0.05, "at once");
-    check_contains(error.what(),
-                   "left the group while this rank waited for its data flag to reach 6 (it is at 5)");
+    check_contains(error.what(), "left the group while this rank waited for its data flag to reach 6 (it is at 5)");
     transport->complete(Channel::all_gather, 0);
   });
 }
@@ -365,8 +388,7 @@ void stranger() {
           strangers_.push_back(connect_abstract(word));
           check(send(strangers_.back().get(), "rubbish", 7, 0) == 7, "send");
           strangers_.push_back(connect_abstract(word));
-          send_greeting(strangers_.back(), Hello{0x74696465, 2, 1, 1, 4096, 4096, Secret{}}, Fd(dup(0)),
-                        Fd(dup(0)));
+          send_greeting(strangers_.back(), Hello{0x74696465, 2, 1, 1, 4096, 4096, Secret{}}, Fd(dup(0)), Fd(dup(0)));
         }
         return value;
       }
@@ -412,8 +434,7 @@ void forked_child() {
     auto transport = join(rank, 2, directory);
     auto arena = transport->arena();
     const pid_t child = start_rank(rank, [&] {
-      check_contains(caught([&] { transport->signal(Channel::all_gather, 1 - rank, Flag::data, 1); }).what(),
-                     "fork()");
+      check_contains(caught([&] { transport->signal(Channel::all_gather, 1 - rank, Flag::data, 1); }).what(), "fork()");
       std::string why;
       check(!arena->acquire(1, &why), "no memory in a child");
       check_contains(why, "forked");
@@ -433,8 +454,7 @@ void forked_child() {
 
 std::set<std::string> open_descriptors() {
   std::set<std::string> found;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
-    found.insert(entry.path().filename());
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) found.insert(entry.path().filename());
   return found;
 }
 
@@ -467,8 +487,7 @@ void nothing_left() {
     check(open_descriptors() == before, "descriptors as before");
     check(mappings() == 0, "no mapping left");
   });
-  check(std::distance(std::filesystem::directory_iterator("/dev/shm"), {}) == shm_before,
-        "nothing in /dev/shm");
+  check(std::distance(std::filesystem::directory_iterator("/dev/shm"), {}) == shm_before, "nothing in /dev/shm");
 }
 
 // All ranks as threads of one process: several transports live side by side (and sanitizers see all of it).
@@ -484,8 +503,7 @@ void threads() {
         for (uint64_t n = 0; n < 500; ++n) {
           const auto records = transport->exchange(Channel::all_gather, n, std::to_string(rank), within(20s));
           check(records[2] == "2", "record");
-          for (int peer = 0; peer < world; ++peer)
-            transport->signal(Channel::all_gather, peer, Flag::data, n);
+          for (int peer = 0; peer < world; ++peer) transport->signal(Channel::all_gather, peer, Flag::data, n);
           for (int peer = 0; peer < world; ++peer)
             transport->wait(Channel::all_gather, peer, Flag::data, n, within(20s));
         }
@@ -493,8 +511,7 @@ void threads() {
           std::this_thread::sleep_for(50ms);
           transport->abort("stop");
         });
-        const Error error =
-            caught([&] { transport->wait(Channel::all_to_all, rank, Flag::credit, 1, within(20s)); });
+        const Error error = caught([&] { transport->wait(Channel::all_to_all, rank, Flag::credit, 1, within(20s)); });
         check_contains(error.what(), "stop");
         aborter.join();
         ++good;
@@ -511,6 +528,7 @@ const std::map<std::string, void (*)()> kCases{{"exchange", exchange_many},
                                                {"ping_pong", ping_pong},
                                                {"copies", copies},
                                                {"killed_rank", killed_rank},
+                                               {"random_arrival", random_arrival},
                                                {"stopped_rank", stopped_rank},
                                                {"early_leaver", early_leaver},
                                                {"aborting_rank", aborting_rank},

@@ -56,9 +56,8 @@ bool ShmArena::commit(int64_t bytes, std::string* why) {
     const int64_t margin = std::min(ranks_here_ * kPiece, room.total / 16);
     if (bytes > room.available - margin) {
       if (why != nullptr)
-        *why = "not enough memory: " + std::to_string(bytes) + " bytes more needed, " +
-               std::to_string(room.available) + " available (" + room.limited_by + "), of which " +
-               std::to_string(margin) + " are kept free";
+        *why = "not enough memory: " + std::to_string(bytes) + " bytes more needed, " + std::to_string(room.available) +
+               " available (" + room.limited_by + "), of which " + std::to_string(margin) + " are kept free";
       return false;
     }
     while (fallocate(memfd_.get(), 0, ranges_.span(), piece) != 0) {

@@ -28,8 +28,7 @@ std::string failure_in(const std::string& text) { return text.substr(std::string
 std::string first_word(const std::string& path) {
   errno = 0;
   std::ifstream file(path);
-  if (!file && (errno == EMFILE || errno == ENFILE))
-    throw ShmUnavailable(errno_text("open of " + path, errno));
+  if (!file && (errno == EMFILE || errno == ENFILE)) throw ShmUnavailable(errno_text("open of " + path, errno));
   std::string word;
   file >> word;
   return word.empty() ? "unknown" : word;
@@ -70,9 +69,8 @@ std::string Handshake::own_contact() {
   const std::string name = "tide-" + to_hex(random_secret());
   listener_ = listen_abstract(name, who_.world + 16);
   std::ostringstream text;
-  text << kProtocol << ' ' << who_.world << ' ' << geteuid() << ' '
-       << first_word("/proc/sys/kernel/random/boot_id") << ' ' << network_namespace() << ' ' << name << ' '
-       << to_hex(secret_);
+  text << kProtocol << ' ' << who_.world << ' ' << geteuid() << ' ' << first_word("/proc/sys/kernel/random/boot_id")
+       << ' ' << network_namespace() << ' ' << name << ' ' << to_hex(secret_);
   return text.str();
 }
 
@@ -87,8 +85,7 @@ std::string Handshake::meet(std::string own_failure) {
   bootstrap_.set(contact_key(who_.rank), mine);
 
   // Every rank judges the same texts in the same order, so all come to the same answer.
-  const char* const what[] = {"tide protocol", "world size", "user id", "machine (boot id)",
-                              "network namespace"};
+  const char* const what[] = {"tide protocol", "world size", "user id", "machine (boot id)", "network namespace"};
   std::vector<std::string> first;
   std::string reason;
   contacts_.resize(static_cast<size_t>(who_.world));
@@ -106,13 +103,11 @@ std::string Handshake::meet(std::string own_failure) {
     if (rank == 0) first = fields;
     const auto secret = fields.size() == 7 ? secret_from_hex(fields[6]) : std::nullopt;
     if (!secret || first.size() != 7) {
-      reason =
-          name + " speaks another tide protocol: got \"" + text.substr(0, 40) + "\", expected " + kProtocol;
+      reason = name + " speaks another tide protocol: got \"" + text.substr(0, 40) + "\", expected " + kProtocol;
       continue;
     }
     for (size_t i = 0; i < 5 && reason.empty(); ++i)
-      if (fields[i] != first[i])
-        reason = name + " has " + what[i] + " " + fields[i] + ", rank 0 has " + first[i];
+      if (fields[i] != first[i]) reason = name + " has " + what[i] + " " + fields[i] + ", rank 0 has " + first[i];
     contacts_[static_cast<size_t>(rank)] = {fields[5], *secret};
   }
   deadline_ = Clock::now() + timeout_;
@@ -177,8 +172,8 @@ void Handshake::accept_higher(const Offer& offer, std::vector<Peer>* peers) {
       // Anyone on the machine can connect; whoever lacks the secret is not a rank and is dropped.
       const Hello& hello = greeting->hello;
       const int rank = hello.rank;
-      if (hello.magic != kMagic || hello.secret != secret_ || hello.world != who_.world ||
-          rank <= who_.rank || rank >= who_.world || (*peers)[static_cast<size_t>(rank)].socket) {
+      if (hello.magic != kMagic || hello.secret != secret_ || hello.world != who_.world || rank <= who_.rank ||
+          rank >= who_.world || (*peers)[static_cast<size_t>(rank)].socket) {
         socket.reset();
         continue;
       }
@@ -203,8 +198,7 @@ void Handshake::collect_lower(std::vector<Peer>* peers) {
     for (;;) {
       if (auto greeting = receive_greeting(peer.socket)) {
         const Hello& hello = greeting->hello;
-        if (hello.magic != kMagic || hello.secret != secret_ || hello.rank != rank ||
-            hello.world != who_.world)
+        if (hello.magic != kMagic || hello.secret != secret_ || hello.rank != rank || hello.world != who_.world)
           blame(rank, "its greeting is not the expected one");
         try {
           adopt(std::move(*greeting), rank, peers);
@@ -225,8 +219,8 @@ void Handshake::adopt(Greeting greeting, int rank, std::vector<Peer>* peers) con
     throw ShmUnavailable("its memfds did not arrive with its greeting; are too many files open?");
   PeerProcess process = peer_process(peer.socket);
   if (process.uid != geteuid())
-    throw ShmUnavailable("its process belongs to user " + std::to_string(process.uid) +
-                         ", this one to user " + std::to_string(geteuid()));
+    throw ShmUnavailable("its process belongs to user " + std::to_string(process.uid) + ", this one to user " +
+                         std::to_string(geteuid()));
   peer.pid = greeting.hello.pid;
   peer.pidfd = std::move(process.pidfd);
   peer.table = Segment(greeting.table, greeting.hello.table_bytes);
@@ -242,8 +236,7 @@ void Handshake::blame(int rank, const std::string& what) const {
   throw Blamed("rank " + std::to_string(who_.rank) + " with rank " + std::to_string(rank) + ": " + what);
 }
 
-void Handshake::pause(const std::vector<int>& descriptors, const std::vector<int>& missing,
-                      const std::string& step) {
+void Handshake::pause(const std::vector<int>& descriptors, const std::vector<int>& missing, const std::string& step) {
   const auto soon = Clock::now() + std::chrono::milliseconds(250);
   // A stranger that keeps a descriptor readable must not keep the deadline from being seen.
   if (poll_until(descriptors, std::min(deadline_, soon)) && Clock::now() < deadline_) return;
@@ -254,11 +247,10 @@ void Handshake::pause(const std::vector<int>& descriptors, const std::vector<int
   }
   if (Clock::now() < deadline_) return;
   std::ostringstream text;
-  text << "waited " << static_cast<double>(timeout_.count()) / 1000.0 << " s for " << list(missing) << " to "
-       << step << " in the shared-memory handshake";
+  text << "waited " << static_cast<double>(timeout_.count()) / 1000.0 << " s for " << list(missing) << " to " << step
+       << " in the shared-memory handshake";
   bootstrap_.set(outcome_key(who_.rank), kFailed + text.str());
-  fail(ErrorKind::timeout, who_, "",
-       text.str() + "; look at " + list(missing) + ", or set a longer handshake timeout");
+  fail(ErrorKind::timeout, who_, "", text.str() + "; look at " + list(missing) + ", or set a longer handshake timeout");
 }
 
 std::string Handshake::agree(const std::string& own_failure) {

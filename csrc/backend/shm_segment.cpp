@@ -13,8 +13,7 @@
 namespace tide {
 namespace {
 
-constexpr unsigned int kNoExecSeal =
-    0x8;  // MFD_NOEXEC_SEAL: Linux 6.3; some systems refuse memfds without it
+constexpr unsigned int kNoExecSeal = 0x8;  // MFD_NOEXEC_SEAL: Linux 6.3; some systems refuse memfds without it
 constexpr int64_t kSmallestArena = int64_t{16} << 20;
 constexpr int64_t kLargestArena = int64_t{1} << 44;
 constexpr int64_t kPage = 4096;
@@ -39,10 +38,9 @@ Segment::Segment(const Fd& memfd, int64_t bytes) : bytes_(bytes) {
   if (status.st_size < bytes || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
     throw ShmUnavailable("a segment is not a sealed memfd of " + std::to_string(bytes) + " bytes; got " +
                          std::to_string(status.st_size) + " bytes, seals " + std::to_string(seals));
-  void* address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
-                       MAP_SHARED | MAP_NORESERVE, memfd.get(), 0);
-  if (address == MAP_FAILED)
-    throw ShmUnavailable(errno_text("mmap of " + std::to_string(bytes) + " bytes", errno));
+  void* address =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd.get(), 0);
+  if (address == MAP_FAILED) throw ShmUnavailable(errno_text("mmap of " + std::to_string(bytes) + " bytes", errno));
   data_ = static_cast<std::byte*>(address);
 }
 

@@ -85,9 +85,7 @@ std::optional<uint64_t> Table::published(Channel channel) const {
   return value - 1;
 }
 
-RankState Table::state() const {
-  return static_cast<RankState>(layout_->state.load(std::memory_order_seq_cst));
-}
+RankState Table::state() const { return static_cast<RankState>(layout_->state.load(std::memory_order_seq_cst)); }
 
 std::string Table::reason() const {
   return std::string(layout_->reason, strnlen(layout_->reason, sizeof(layout_->reason)));
@@ -101,8 +99,7 @@ std::string Table::last_calls() const {
     if (!sequence) continue;
     const bool done = layout_->journals[i].completed.load(std::memory_order_acquire) == *sequence + 1;
     const std::string what = description(record(channel, *sequence).value_or(""));
-    text +=
-        (text.empty() ? "last " : "; ") + std::string(to_string(channel)) + ": #" + std::to_string(*sequence);
+    text += (text.empty() ? "last " : "; ") + std::string(to_string(channel)) + ": #" + std::to_string(*sequence);
     text += (what.empty() ? "" : " (" + what + ")") + std::string(done ? ", done" : ", in progress");
   }
   return text.empty() ? "no call yet" : text;

@@ -20,8 +20,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "words shared between 
 // waiter is not woken by what it does not wait for.
 struct Bell {
   std::atomic<uint32_t> rings;
-  std::atomic<uint32_t>
-      waiters;  // a waiter that is killed stays counted: costs the ringer a system call, no more
+  std::atomic<uint32_t> waiters;  // a waiter that is killed stays counted: costs the ringer a system call, no more
 };
 
 // Set by one peer, awaited by the table's owner.

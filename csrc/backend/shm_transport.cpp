@@ -50,7 +50,7 @@ class ShmTransport : public Transport, public SharedTables {
                                     const Wait& wait) override;
   void complete(Channel channel, uint64_t sequence) override;
   std::byte* address(int rank, int64_t offset, int64_t bytes) override;
-  void copy(Channel, std::byte* to, const std::byte* from, int64_t bytes) override { copy_bytes(to, from, bytes); }
+  void copy(Channel, std::byte* to, const std::byte* from, int64_t bytes) override;
   void fill(Channel, std::byte* to, int64_t bytes) override { std::memset(to, 0, static_cast<size_t>(bytes)); }
   void accumulate(Channel, ElementType in, ElementType out, const AccumulateArgs& args) override {
     tide::accumulate(in, out, args);
@@ -155,6 +155,19 @@ std::byte* ShmTransport::address(int rank, int64_t offset, int64_t bytes) {
              ") are not in the segment of rank " + std::to_string(rank) + ", which has " + std::to_string(size) +
              " bytes");
   return (rank == who_.rank ? arena_->data() : peers_[index(rank)].arena.data()) + offset;
+}
+
+void ShmTransport::copy(Channel, std::byte* to, const std::byte* from, int64_t bytes) {
+  if (bytes <= 0) return;
+  const bool to_peer = std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+    const auto start = reinterpret_cast<uintptr_t>(peer.arena.data());
+    return reinterpret_cast<uintptr_t>(to) - start < static_cast<uintptr_t>(peer.arena.bytes());
+  });
+  if (to_peer) {
+    push_bytes(to, from, bytes);
+  } else {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
 }
 
 void ShmTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) {

@@ -6,8 +6,8 @@
 
 namespace tide {
 
-// The ranges must not overlap. Complete when it returns: what is stored to another word afterwards (a flag)
-// is seen by other cores after the copy, also where the copy went past the caches.
-void copy_bytes(std::byte* to, const std::byte* from, int64_t bytes);
+// For a target that another core reads next. The ranges must not overlap. Large copies go past the caches where that is
+// known to be faster; they are complete when this returns: a flag stored afterwards is seen after them.
+void push_bytes(std::byte* to, const std::byte* from, int64_t bytes);
 
 }  // namespace tide

@@ -37,8 +37,7 @@ class Model {
   void grow(int64_t bytes) { owner_.resize(owner_.size() + static_cast<size_t>(bytes), 0); }
   int64_t free_tail() const {
     int64_t tail = 0;
-    while (tail < static_cast<int64_t>(owner_.size()) &&
-           owner_[owner_.size() - 1 - static_cast<size_t>(tail)] == 0)
+    while (tail < static_cast<int64_t>(owner_.size()) && owner_[owner_.size() - 1 - static_cast<size_t>(tail)] == 0)
       ++tail;
     return tail;
   }
@@ -132,12 +131,11 @@ void copies_of_any_shape() {
   std::vector<std::byte> from(static_cast<size_t>(2 * mib)), to(from.size());
   std::mt19937 random(3);
   for (std::byte& byte : from) byte = static_cast<std::byte>(random());
-  for (const int64_t length :
-       {int64_t{0}, int64_t{1}, int64_t{63}, mib - 1, mib, mib + 1, mib + 255, mib + 321}) {
+  for (const int64_t length : {int64_t{0}, int64_t{1}, int64_t{63}, mib - 1, mib, mib + 1, mib + 255, mib + 321}) {
     for (int round = 0; round < 12; ++round) {
       const int64_t source = random() % 200, target = round == 0 ? 0 : random() % 200;
       std::fill(to.begin(), to.end(), std::byte{0x5a});
-      copy_bytes(to.data() + target, from.data() + source, length);
+      push_bytes(to.data() + target, from.data() + source, length);
       for (int64_t i = 0; i < static_cast<int64_t>(to.size()); ++i) {
         const bool inside = i >= target && i < target + length;
         const std::byte expected = inside ? from[static_cast<size_t>(i - target + source)] : std::byte{0x5a};

@@ -83,8 +83,11 @@ def _create(opts: Any, pg_options: Any) -> Any:
     pg_options.global_ranks_in_group = list(opts.global_ranks_in_group)
     pg_options._timeout = opts.timeout
 
+    # Not `opts` itself: it holds the process group, which holds the backend, which holds this function.
+    plain = opts.store, opts.group_rank, opts.group_size, opts.timeout
+
     def inner(device: str) -> Any:
-        return _inner_backend(device, opts)
+        return _inner_backend(device, *plain)
 
     # Each group has keys of its own in the store, so that a restart or a second group never meets them.
     store = dist.PrefixStore("tide/", opts.store)
@@ -99,18 +102,17 @@ def _create(opts: Any, pg_options: Any) -> Any:
     return backend
 
 
-def _inner_backend(device: str, opts: Any) -> Any:
+def _inner_backend(device: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """The backend of `device` tensors for what tide does not do itself."""
-    store = dist.PrefixStore(f"tide-inner-{device}/", opts.store)
-    timeout: timedelta = opts.timeout
+    store = dist.PrefixStore(f"tide-inner-{device}/", store)
     if device == "cpu":
         if not dist.is_gloo_available():
             raise RuntimeError("tide needs gloo for CPU tensors, and this torch has none")
-        return dist.ProcessGroupGloo(store, opts.group_rank, opts.group_size, timeout=timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     if device == "cuda":
         if not dist.is_nccl_available():
             raise RuntimeError("tide hands CUDA tensors to nccl, and this torch has none")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, opts.group_rank, opts.group_size, options)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     raise RuntimeError(f'tide has no inner backend for "{device}" tensors; expected cpu or cuda')

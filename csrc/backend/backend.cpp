@@ -82,9 +82,11 @@ TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int si
 TideBackend::~TideBackend() {
   if (owner_ == getpid()) {
     engine_->shutdown();
-  } else {
-    cuda_.release();  // its threads and device memory belong to the parent process
+    return;
   }
+  // A forked child: threads, sockets and device memory belong to the parent. Dropped, never destroyed.
+  cuda_.release();
+  new std::map<c10::DeviceType, InnerPtr>(std::move(inner_));
 }
 
 CudaSide* TideBackend::cuda_side(at::Device device) {

@@ -146,6 +146,9 @@ void Engine::shutdown() {
   }
   if (transport) transport->close(reason);
   for (Lane& lane : lanes_) lane.stop();
+  // The memory itself goes with the last storage in it.
+  std::lock_guard<std::mutex> lock(mutex_);
+  transport_.reset();
 }
 
 std::shared_ptr<const Plan> Engine::plan(const Request& request, Path path) {

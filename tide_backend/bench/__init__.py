@@ -1,0 +1,1 @@
+"""Benchmark of single collectives beside the stock backend: ``python -m tide_backend.bench --help``."""

@@ -1,0 +1,107 @@
+"""All-gather: parameters delivered in place, and the plain call.
+
+per-param    stock does what FSDP2 does: the shards are copied into this rank's part of the buffer,
+             all_gather_into_tensor, then split_with_sizes_copy into per-parameter tensors. tide: the shards
+             are copied to their places in a slot of the arena; the call with a ParameterLayout does the rest.
+rank-major   all_gather_into_tensor alone, from and into ordinary memory, on both.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import tide_backend
+
+from .call import Call, Pair, Place
+from .data import differing, empty_bf16
+from .layouts import shard_numels
+
+ITEM = 2  # bytes of bfloat16
+SLOT_ALIGNMENT = 512  # bytes
+
+
+class RankMajor(Call):
+    def __init__(self, place: Place, numel: int) -> None:
+        super().__init__(place)
+        self.source_numel = numel
+        self.shard = empty_bf16(place, numel)
+        self.out = empty_bf16(place, place.world * numel)
+
+    def fill(self, source: torch.Tensor) -> None:
+        self.shard.copy_(source)
+        self.out.zero_()
+
+    def run(self) -> None:
+        dist.all_gather_into_tensor(self.out, self.shard, group=self.place.group)
+
+    def wrong(self, sources: list[torch.Tensor]) -> int:
+        return differing(self.out, torch.cat(sources))
+
+
+class PerParameter(Call):
+    """Shards of separate tensors in, whole parameters out."""
+
+    def __init__(self, place: Place, shards: list[int]) -> None:
+        super().__init__(place)
+        self.source_numel = sum(shards)
+        self.numels = shards
+        self.shards = [empty_bf16(place, n) for n in shards]
+        self.parameters: list[torch.Tensor] = []  # [world, shard] each
+
+    def fill(self, source: torch.Tensor) -> None:
+        torch._foreach_copy_(self.shards, list(source.split(self.numels)))
+        torch._foreach_zero_(self.parameters)
+
+    def wrong(self, sources: list[torch.Tensor]) -> int:
+        count = 0
+        for rank, source in enumerate(sources):
+            for parameter, want in zip(self.parameters, source.split(self.numels), strict=True):
+                count += differing(parameter[rank], want)
+        return count
+
+
+class StockPerParameter(PerParameter):
+    def __init__(self, place: Place, shards: list[int]) -> None:
+        super().__init__(place, shards)
+        self.out = empty_bf16(place, place.world, self.source_numel)
+        self.own = self.out[place.rank]
+        self.own_parts = list(self.own.split(shards))
+        self.parameters = [empty_bf16(place, place.world, n) for n in shards]
+
+    def run(self) -> None:
+        torch._foreach_copy_(self.own_parts, self.shards)
+        dist.all_gather_into_tensor(self.out.view(-1), self.own, group=self.place.group)
+        torch.split_with_sizes_copy(self.out, self.numels, dim=1, out=self.parameters)
+
+
+class TidePerParameter(PerParameter):
+    def __init__(self, place: Place, shards: list[int]) -> None:
+        super().__init__(place, shards)
+        self.layout = tide_backend.ParameterLayout(place.world, shards, align=SLOT_ALIGNMENT // ITEM)
+        total = self.layout.total_gathered_numel
+        slot, _ = place.backend.slot(total * ITEM)
+        # Without a slot the call still works; the path column shows it.
+        self.out = empty_bf16(place, total) if slot is None else slot.view(torch.bfloat16)
+        self.parameters = [
+            self.out.narrow(0, start, place.world * n).view(place.world, n)
+            for start, n in zip(self.layout.gathered_offsets, shards, strict=False)
+        ]
+        self.own_parts = [p[place.rank] for p in self.parameters]
+        self.placeholder = empty_bf16(place, 1).zero_().expand(self.source_numel)
+
+    def run(self) -> None:
+        torch._foreach_copy_(self.own_parts, self.shards)
+        tide_backend.apply_layout(self.out, self.layout, placed=True)
+        dist.all_gather_into_tensor(self.out, self.placeholder, group=self.place.group)
+
+
+def pairs(tide: Place, stock: Place, size: int, layout: str) -> list[Pair]:
+    numel = max(1, size // ITEM // tide.world)
+    size = numel * tide.world * ITEM
+    shards = shard_numels(layout, numel)
+    delivered = TidePerParameter(tide, shards), StockPerParameter(stock, shards)
+    return [
+        Pair("per-param", size, numel, "bf16", "none", *delivered),
+        Pair("rank-major", size, numel, "bf16", "none", RankMajor(tide, numel), RankMajor(stock, numel)),
+    ]

@@ -1,0 +1,93 @@
+"""Times pairs of calls on one rank, the two backends by turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import all_gather, all_to_all, reduce_scatter
+from .call import Call, Pair, Place
+from .data import random_bf16
+from .settings import Settings
+
+PAIRS = {
+    "all_gather": all_gather.pairs,
+    "reduce_scatter": reduce_scatter.pairs,
+    "all_to_all": all_to_all.pairs,
+}
+# Short calls are timed several together, so that the clock and the barrier before them do not show.
+TIMED_S, MOST_CALLS = 0.02, 100
+
+
+def run_rank(rank: int, world: int, store: Any, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Called on every rank; yields what this rank saw of each pair."""
+    torch.set_num_threads(1)
+    if settings.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    stock = "cpu:gloo,cuda:nccl" if settings.versus == "nccl" else "gloo"
+    dist.init_process_group(stock, store=store, rank=rank, world_size=world)
+    import tide_backend  # noqa: F401  (registers)
+
+    tide_place = Place(rank, world, settings.device, dist.new_group(backend="tide"))
+    stock_place = Place(rank, world, settings.device, dist.distributed_c10d._get_default_group())
+    for number, size in enumerate(settings.sizes):
+        for pair in PAIRS[settings.collective](tide_place, stock_place, size, settings.layout):
+            yield measure(pair, settings, seed=number)
+    dist.destroy_process_group()
+
+
+def measure(pair: Pair, settings: Settings, seed: int) -> dict[str, Any]:
+    """Seconds a call of both, one figure per repetition, and how many elements were wrong in the end."""
+    calls = {"tide": pair.tide, "stock": pair.stock}
+    together = {}
+    for side, call in calls.items():
+        for _ in range(settings.warmups):
+            seconds = once(call, 1)
+        together[side] = agreed(min(MOST_CALLS, max(1, int(TIMED_S / max(seconds, 1e-9)))))
+    times: dict[str, list[float]] = {"tide": [], "stock": []}
+    for repetition in range(settings.repetitions):
+        for side in list(calls)[:: 1 if repetition % 2 == 0 else -1]:
+            times[side].append(once(calls[side], together[side]))
+    wrong = check(pair, seed)
+    sample: dict[str, Any] = {k: getattr(pair, k) for k in ("name", "size", "count", "dtype", "redop")}
+    for side, call in calls.items():
+        sample[side] = {"seconds": times[side], "wrong": wrong[side], "path": call.path}
+    return sample
+
+
+def check(pair: Pair, seed: int) -> dict[str, int]:
+    """Wrong elements on this rank after one call on fresh data."""
+    place = pair.tide.place
+    sources = [random_bf16(seed, rank, pair.tide.source_numel) for rank in range(place.world)]
+    wrong = {}
+    for side, call in {"tide": pair.tide, "stock": pair.stock}.items():
+        call.fill(sources[place.rank].to(place.device))
+        once(call, 1)
+        wrong[side] = call.wrong(sources)
+    return wrong
+
+
+def once(call: Call, calls: int) -> float:
+    """Seconds a call."""
+    synchronize(call.place.device)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call.run()
+    synchronize(call.place.device)
+    return (time.perf_counter() - start) / calls
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def agreed(calls: int) -> int:
+    value = torch.tensor([calls])
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    return int(value)

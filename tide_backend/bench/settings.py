@@ -1,0 +1,40 @@
+"""What to measure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """sizes: bytes of the gathered (all-gather), unreduced (reduce-scatter) or whole (all-to-all) buffer."""
+
+    collective: str
+    ranks: int = 4
+    sizes: tuple[int, ...] = ()
+    versus: str = "gloo"
+    layout: str = "llama"
+    repetitions: int = 15
+    warmups: int = 3
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.versus == "nccl" else "cpu"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4K", "1.5M", "64M", "1G" or a plain number.
+
+    Raises:
+        ValueError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise ValueError(
+            f"size {text!r}: expected a positive number with K, M, G or nothing behind it, such as 64M"
+        )
+    return int(float(match[1]) * UNITS[match[2].upper()])

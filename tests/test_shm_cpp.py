@@ -19,12 +19,14 @@ SOURCES = [
 ]
 CASES = [
     "aborting_rank",
+    "address_space",
     "copies",
     "early_leaver",
     "exchange",
     "forked_child",
     "killed_rank",
     "missing_rank",
+    "network_namespace",
     "nothing_left",
     "out_of_memory",
     "ping_pong",
@@ -90,6 +92,7 @@ def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
     quiet = ("-fno-sanitize=vptr", "-fno-sanitize-recover=all", "-Wno-tsan")
     _build(tmp_path, ("-O1", "-g", f"-fsanitize={sanitizer}", *quiet))
     _run(tmp_path, "test_arena")
-    # Under the thread sanitizer only ranks that are threads of one process are of interest.
-    for case in ["threads"] if sanitizer == "thread" else CASES:
+    # Under the thread sanitizer only ranks that are threads of one process are of interest; sanitizers reserve more
+    # address space than the case about its limit leaves.
+    for case in ["threads"] if sanitizer == "thread" else sorted({*CASES} - {"address_space"}):
         _run(tmp_path, "test_shm", case)

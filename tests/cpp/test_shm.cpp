@@ -1,5 +1,6 @@
 // The shm transport with real processes. `test_shm CASE` runs one case; exit code 0 is success.
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -372,6 +373,47 @@ void unable_rank() {
   }
 }
 
+// A limit on address space: an arena shrinks to what all its mappings allow; a peer's arena that does not fit is a
+// reason, the same on every rank.
+void address_space() {
+  const rlimit two_gib{2048 * kMiB, 2048 * kMiB};
+  run_ranks(2, [&](int rank, const std::string& directory) {
+    setrlimit(RLIMIT_AS, &two_gib);
+    const auto result = try_join(rank, 2, directory, ShmOptions{64 * 1024 * kMiB, 10s});
+    check(result.transport != nullptr, result.reason);
+    std::string why;
+    check(result.transport->arena()->acquire(64 * kMiB, &why).has_value(), why);
+    result.transport->address(1 - rank, 256 * kMiB, 1);
+    caught([&] { result.transport->address(1 - rank, 2048 * kMiB, 1); });
+    barrier(*result.transport, 0);
+  });
+  run_ranks(3, [&](int rank, const std::string& directory) {
+    if (rank == 1) setrlimit(RLIMIT_AS, &two_gib);
+    const auto result = try_join(rank, 3, directory, ShmOptions{4096 * kMiB, 10s});
+    check(result.transport == nullptr, "no transport");
+    FileBootstrap bootstrap(directory, 10s);
+    bootstrap.set("reason/" + std::to_string(rank), result.reason);
+    check(bootstrap.get("reason/0") == result.reason, "the same reason");
+    check_contains(result.reason, "rank 1 with rank 2: mmap of 4294967296 bytes failed: Cannot allocate memory");
+  });
+}
+
+// Ranks in two network namespaces, as two containers of one machine are, cannot reach each other's sockets.
+void network_namespace() {
+  if (unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0 && unshare(CLONE_NEWNET) != 0) {
+    std::printf("skipped: this system lets no process make a network namespace\n");
+    return;
+  }
+  run_ranks(2, [](int rank, const std::string& directory) {
+    if (rank == 1) check(unshare(CLONE_NEWNET) == 0, "unshare");
+    const auto start = Clock::now();
+    const auto result = try_join(rank, 2, directory);
+    check(seconds_since(start) < 1, "at once");
+    check(result.transport == nullptr, "no transport");
+    check_contains(result.reason, "rank 1 has network namespace net:[");
+  });
+}
+
 // Another process that finds the socket: one that says nothing and one that sends rubbish. Neither becomes a
 // rank, neither holds the group up.
 void stranger() {
@@ -532,6 +574,8 @@ const std::map<std::string, void (*)()> kCases{{"exchange", exchange_many},
                                                {"stopped_rank", stopped_rank},
                                                {"early_leaver", early_leaver},
                                                {"aborting_rank", aborting_rank},
+                                               {"address_space", address_space},
+                                               {"network_namespace", network_namespace},
                                                {"wrong_sequence", wrong_sequence},
                                                {"missing_rank", missing_rank},
                                                {"unable_rank", unable_rank},

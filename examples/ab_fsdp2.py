@@ -70,9 +70,7 @@ def _as_json(settings: Settings, runs: list[Run], differences: dict[str, list[Di
 
 
 def _conclude(root: Path, settings: Settings, labels: list[str], repeat: int, args: Any) -> int:
-    runs = [
-        read_run(name, [_folder(root, name, r) for r in range(repeat)], settings.ranks) for name in labels
-    ]
+    runs = [read_run(name, [_folder(root, name, r) for r in range(repeat)], settings.ranks) for name in labels]
     differences = {run.label: compare_runs(run, runs[-1], settings) for run in runs[:-1]}
     print(render(runs, differences, settings))
     for run in runs:

@@ -33,9 +33,7 @@ def run_job(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLE), *arguments]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment, check=False)
 
 
 @pytest.fixture(scope="module")

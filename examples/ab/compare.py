@@ -15,9 +15,9 @@ from .settings import Settings
 # differ by what the optimizer makes of that.
 FIRST_STEP_GRADIENTS = 1e-6
 FIRST_STEP_LOSS = 1e-6
-LATER_GRADIENTS = 2e-2
-FINAL_PARAMETERS = 1e-3
-LATER_LOSS = 1e-3
+LATER_GRADIENTS = 1e-3
+FINAL_PARAMETERS = 1e-4
+LATER_LOSS = 1e-4
 
 
 @dataclass

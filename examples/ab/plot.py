@@ -22,9 +22,7 @@ def draw(runs: list[Run], path: str, title: str) -> None:
     left.legend()
     times = [[seconds * 1e3 for seconds in run.step_seconds] for run in runs]
     right.boxplot(times, widths=0.5, medianprops={"color": "black"})
-    right.set_xticks(
-        range(1, len(runs) + 1), [f"{r.label}\nmedian {r.step_median * 1e3:.0f} ms" for r in runs]
-    )
+    right.set_xticks(range(1, len(runs) + 1), [f"{r.label}\nmedian {r.step_median * 1e3:.0f} ms" for r in runs])
     right.set(ylabel="ms", title="step time after warm-up")
     right.set_ylim(bottom=0)
     figure.suptitle(title)

@@ -62,12 +62,8 @@ def read_run(label: str, folders: list[Path], ranks: int) -> Run:
         phase_seconds=by_phase,
         phases_seconds=median(mean(sum(r["phases"].values()) for r in records) for records in steps),
         phases_cpu_seconds=median(sum(r["phases_cpu_seconds"] for r in records) for records in steps),
-        copy_calls={
-            kind: sum(r["copies"]["calls"].get(kind, 0) for r in first) for kind in _copy_kinds(first)
-        },
-        copy_bytes={
-            kind: sum(r["copies"]["bytes"].get(kind, 0) for r in first) for kind in _copy_kinds(first)
-        },
+        copy_calls={kind: sum(r["copies"]["calls"].get(kind, 0) for r in first) for kind in _copy_kinds(first)},
+        copy_bytes={kind: sum(r["copies"]["bytes"].get(kind, 0) for r in first) for kind in _copy_kinds(first)},
         packed_fp32_bytes=sum(r["copies"]["packed_fp32_bytes"] for r in first),
         memory={key: int(median(values[key][0] for values in peaks)) for key in peaks[0]},
         memory_point=peaks[0]["pss"][1],

@@ -104,9 +104,7 @@ def make_parser(gpus: int) -> argparse.ArgumentParser:
         default=True,
         help="free the gathered parameters of a block after its forward",
     )
-    add(
-        "--repeat", type=_positive, default=1, help="runs of each backend, alternating (default: %(default)s)"
-    )
+    add("--repeat", type=_positive, default=1, help="runs of each backend, alternating (default: %(default)s)")
     add("--timeout", type=_positive, default=300, help="seconds a collective may take (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if big else "cpu")
     add("--json", metavar="FILE", help="write everything measured")
@@ -121,13 +119,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(args, name) for name in names})
     if settings.hidden % 128:
-        raise ValueError(
-            f"--hidden {settings.hidden}: expected a multiple of 128 (the heads have 64 channels)"
-        )
+        raise ValueError(f"--hidden {settings.hidden}: expected a multiple of 128 (the heads have 64 channels)")
     if not 0 <= settings.warmup < settings.steps:
-        raise ValueError(
-            f"--warmup {settings.warmup}: expected at least 0 and less than --steps {settings.steps}"
-        )
+        raise ValueError(f"--warmup {settings.warmup}: expected at least 0 and less than --steps {settings.steps}")
     if settings.lr <= 0 or not math.isfinite(settings.lr):
         raise ValueError(f"--lr {settings.lr}: expected a positive number")
     return settings

@@ -56,6 +56,7 @@ def measure_rows(runs: list[Run], settings: Settings) -> list[list[str]]:
 
     kinds = sorted({kind for run in runs for kind in run.copy_bytes})
     row("step time, median", lambda run: run.step_median, ms)
+    row("step time, fastest", lambda run: min(run.step_seconds), ms)
     row("time in collectives and copies", lambda run: run.phases_seconds, ms)
     for phase in PHASES:
         row(f"  {phase}", lambda run, p=phase: run.phase_seconds[p], ms)
@@ -92,9 +93,7 @@ def render(runs: list[Run], differences: dict[str, list[Difference]], settings: 
     header = ["", *(run.label for run in runs), "who is better" if len(runs) > 1 else ""]
     lines = [title, "", *_align(header, loss_rows(runs) + measure_rows(runs, settings))]
     for label, found in differences.items():
-        rows = [
-            [d.what, f"{d.relative:.2e}", f"{d.tolerance:.0e}", f"{d.absolute:.2e}", _judge(d)] for d in found
-        ]
+        rows = [[d.what, f"{d.relative:.2e}", f"{d.tolerance:.0e}", f"{d.absolute:.2e}", _judge(d)] for d in found]
         header = [f"{label} against {runs[-1].label}", "relative", "allowed", "absolute", ""]
         lines += ["", *_align(header, rows)]
     for run in runs:

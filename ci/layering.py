@@ -76,21 +76,15 @@ def check_include(csrc: Path, file: Path, where: str, layer: Layer, included: st
     if TORCH.match(included):
         if layer.torch:
             return []
-        return [
-            f"{where}: {layer.name} includes {included}; only backend and bindings may include torch headers"
-        ]
-    target = next(
-        (p for p in ((file.parent / included).resolve(), (csrc / included).resolve()) if p.exists()), None
-    )
+        return [f"{where}: {layer.name} includes {included}; only backend and bindings may include torch headers"]
+    target = next((p for p in ((file.parent / included).resolve(), (csrc / included).resolve()) if p.exists()), None)
     if target is None or not target.is_relative_to(csrc.resolve()):
         return []  # a system header
     other_name = target.relative_to(csrc.resolve()).as_posix()
     other = layer_of(other_name)
     if other is None or other.name == layer.name or other.level < layer.level:
         return []
-    return [
-        f"{where}: {layer.name} includes csrc/{other_name} ({other.name}); knowledge points the other way"
-    ]
+    return [f"{where}: {layer.name} includes csrc/{other_name} ({other.name}); knowledge points the other way"]
 
 
 def check_python(root: Path) -> list[str]:
@@ -102,9 +96,7 @@ def check_python(root: Path) -> list[str]:
             continue
         for line, module in imports(ast.parse(file.read_text())):
             if module == "torch.distributed.fsdp" or module.startswith("torch.distributed.fsdp."):
-                found.append(
-                    f"tide_backend/{name}:{line}: imports {module}; only tide_backend/fsdp2 may know FSDP2"
-                )
+                found.append(f"tide_backend/{name}:{line}: imports {module}; only tide_backend/fsdp2 may know FSDP2")
     return found
 
 

@@ -178,11 +178,7 @@ def asynchronous(rank: int, world: int) -> tuple[Errors, bool]:
 def test_an_asynchronous_call_raises_in_wait() -> None:
     for (first, second), success in run_ranks(2, asynchronous):
         assert first == second
-        assert (
-            first[0] == "UsageError"
-            and "Float[4] on rank 0 and" in first[1]
-            and "Float[5] on rank 1" in first[1]
-        )
+        assert first[0] == "UsageError" and "Float[4] on rank 0 and" in first[1] and "Float[5] on rank 1" in first[1]
         assert not success
 
 

@@ -108,9 +108,7 @@ def issued_in_any_order(rank: int, world: int) -> None:
     """Kinds of calls interleaved differently on each rank: they are separate channels."""
     for round_number in range(10):
         order = [(kind + rank + round_number) % 3 for kind in range(3)]
-        checks = [
-            call(rank, world, kind, 100 * round_number + kind, 5000, asynchronous=True) for kind in order
-        ]
+        checks = [call(rank, world, kind, 100 * round_number + kind, 5000, asynchronous=True) for kind in order]
         for check in checks[:: -1 if rank % 2 else 1]:
             check()
 

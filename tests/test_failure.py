@@ -22,17 +22,11 @@ VICTIM = 1
 def issue(kind: str, world: int, asynchronous: bool = False) -> None:
     numel = 500_000
     if kind == "all_gather":
-        work = dist.all_gather_into_tensor(
-            torch.empty(world * numel), torch.ones(numel), async_op=asynchronous
-        )
+        work = dist.all_gather_into_tensor(torch.empty(world * numel), torch.ones(numel), async_op=asynchronous)
     elif kind == "reduce_scatter":
-        work = dist.reduce_scatter_tensor(
-            torch.empty(numel), torch.ones(world * numel), async_op=asynchronous
-        )
+        work = dist.reduce_scatter_tensor(torch.empty(numel), torch.ones(world * numel), async_op=asynchronous)
     else:
-        work = dist.all_to_all_single(
-            torch.empty(world * numel), torch.ones(world * numel), async_op=asynchronous
-        )
+        work = dist.all_to_all_single(torch.empty(world * numel), torch.ones(world * numel), async_op=asynchronous)
     if work is not None:
         work.wait()
 
@@ -58,9 +52,7 @@ def lose_a_rank(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_a_killed_rank_is_named_at_once(kind: str, asynchronous: bool) -> None:
-    results = run_ranks(
-        4, lose_a_rank, signal.SIGKILL, kind, asynchronous, fresh=True, dies={VICTIM}, timeout=40
-    )
+    results = run_ranks(4, lose_a_rank, signal.SIGKILL, kind, asynchronous, fresh=True, dies={VICTIM}, timeout=40)
     for result in results[:VICTIM] + results[VICTIM + 1 :]:
         (name, text, seconds), later, other = result[0]
         assert name == "PeerError", text

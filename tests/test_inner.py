@@ -223,9 +223,7 @@ def ddp_step(rank: int, world: int) -> list[float]:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    batches = [
-        torch.from_numpy(random_values(4, r, 24, "float32").reshape(4, 6)) / 4096 for r in range(world)
-    ]
+    batches = [torch.from_numpy(random_values(4, r, 24, "float32").reshape(4, 6)) / 4096 for r in range(world)]
     # The expectation, without any communication: the mean of the gradients of every rank's batch.
     wanted = [torch.zeros_like(p) for p in model.parameters()]
     for batch in batches:
@@ -299,9 +297,7 @@ def timeout_setter(rank: int, world: int) -> tuple[str, float]:
     return kind, time.monotonic() - start
 
 
-@pytest.mark.skipif(
-    not hasattr(dist, "set_timeout"), reason="this torch ignores plugins when it sets timeouts"
-)
+@pytest.mark.skipif(not hasattr(dist, "set_timeout"), reason="this torch ignores plugins when it sets timeouts")
 def test_a_new_timeout_holds() -> None:
     kind, seconds = run_ranks(2, timeout_setter, fresh=True)[0]
     assert kind == "CollectiveTimeoutError" and 1 < seconds < 3

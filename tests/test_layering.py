@@ -103,7 +103,5 @@ def test_the_sources_pass() -> None:
 
 def test_exit_code_of_a_violation(tmp_path: Path) -> None:
     plant(tmp_path, py__tide_backend__x="import torch.distributed.fsdp\n")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "layering: 1 violations" in done.stdout

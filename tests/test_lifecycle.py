@@ -90,9 +90,7 @@ def world_of_one(rank: int, world: int) -> None:
     dist.all_gather_into_tensor(out, torch.arange(3.0))
     check_bits(out, np.arange(3, dtype=np.float32), "layout")
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
-        dist.reduce_scatter_tensor(
-            out, torch.arange(3.0).bfloat16() if op != dist.ReduceOp.MAX else out + 0, op=op
-        )
+        dist.reduce_scatter_tensor(out, torch.arange(3.0).bfloat16() if op != dist.ReduceOp.MAX else out + 0, op=op)
         check_bits(out, np.arange(3, dtype=np.float32), f"{op}")
     slot, reason = backend().slot(100)
     if slot is not None or reason != "one rank":
@@ -281,9 +279,7 @@ def two_default_groups(rank: int, world: int) -> None:
     """A new default group in the same process and store does not meet the old one."""
     store = rank_process.store()
     for n in range(3):
-        dist.init_process_group(
-            "tide", store=dist.PrefixStore(f"round{n}", store), rank=rank, world_size=world
-        )
+        dist.init_process_group("tide", store=dist.PrefixStore(f"round{n}", store), rank=rank, world_size=world)
         use(seed=n)
         if rank == n % world:
             time.sleep(0.05)

@@ -116,15 +116,12 @@ def strided_copy(flat: torch.Tensor) -> torch.Tensor:
 def scatter_layouts(rank: int, world: int, cases: list[ListCase]) -> None:
     for case in cases:
         theirs = case.layout(world)
-        mine = tide_backend.ParameterLayout(
-            world, list(theirs.shard_numels), list(case.numels), align=case.align
-        )
+        mine = tide_backend.ParameterLayout(world, list(theirs.shard_numels), list(case.numels), align=case.align)
         dtype = REDUCED[case.kind]
         op, scale = operation(case.op, world)
         if case.separate:
             inputs = [
-                [random_values(case.seed + i, r, n, case.kind) for i, n in enumerate(case.numels)]
-                for r in range(world)
+                [random_values(case.seed + i, r, n, case.kind) for i, n in enumerate(case.numels)] for r in range(world)
             ]
             tensors = [tensor(a, dtype) for a in inputs[rank]]
             if case.strided:

@@ -28,13 +28,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     )
     parser.add_argument("collective", choices=[*COLLECTIVES, "init"])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument(
-        "--sizes", default=DEFAULT_SIZES, help=f"bytes of the whole buffer (default {DEFAULT_SIZES})"
-    )
+    parser.add_argument("--sizes", default=DEFAULT_SIZES, help=f"bytes of the whole buffer (default {DEFAULT_SIZES})")
     parser.add_argument("--vs", choices=["gloo", "nccl"], default="gloo", help="nccl: on GPUs")
-    parser.add_argument(
-        "--layout", choices=list(PARAMETERS), default="llama", help="proportions of the parameters"
-    )
+    parser.add_argument("--layout", choices=list(PARAMETERS), default="llama", help="proportions of the parameters")
     parser.add_argument("--repetitions", type=int, help="default 15; init: 5")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     given = parser.parse_args(arguments)
@@ -44,9 +40,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
         parser.error(str(error))
     repetitions = given.repetitions or (5 if given.collective == "init" else 15)
     if given.ranks < 2 or repetitions < 1:
-        parser.error(
-            f"got --ranks {given.ranks} and --repetitions {repetitions}; expected 2 or more and 1 or more"
-        )
+        parser.error(f"got --ranks {given.ranks} and --repetitions {repetitions}; expected 2 or more and 1 or more")
     if given.vs == "nccl" and not torch.cuda.is_available():
         parser.error("--vs nccl needs a GPU, and this torch sees none; use --vs gloo")
     return Settings(given.collective, given.ranks, sizes, given.vs, given.layout, repetitions), given.json
@@ -58,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), torch {torch.__version__}"
     wrong = 0
     if settings.collective == "init":
-        print(
-            f"# init, {settings.ranks} ranks, {machine}, {settings.repetitions} sets of processes (medians)"
-        )
+        print(f"# init, {settings.ranks} ranks, {machine}, {settings.repetitions} sets of processes (medians)")
         rows = init.run(settings)
         print(table.init_table(rows))
     else:
@@ -72,9 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong = sum(row[side]["wrong"] for row in rows for side in ("tide", "stock"))
         print(f"# wrong elements: {wrong}")
     if output:
-        command = "python -m tide_backend.bench " + shlex.join(
-            arguments if arguments is not None else sys.argv[1:]
-        )
+        command = "python -m tide_backend.bench " + shlex.join(arguments if arguments is not None else sys.argv[1:])
         result = {"command": command, "machine": machine, "settings": asdict(settings), "rows": rows}
         output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if wrong else 0

@@ -9,13 +9,13 @@ rank-major   all_gather_into_tensor alone, from and into ordinary memory, on bot
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 import tide_backend
 
 from .call import Call, Pair, Place
 from .data import differing, empty_bf16
 from .layouts import shard_numels
+from .names import all_gather
 
 ITEM = 2  # bytes of bfloat16
 SLOT_ALIGNMENT = 512  # bytes
@@ -33,7 +33,7 @@ class RankMajor(Call):
         self.out.zero_()
 
     def run(self) -> None:
-        dist.all_gather_into_tensor(self.out, self.shard, group=self.place.group)
+        all_gather(self.out, self.shard, group=self.place.group)
 
     def wrong(self, sources: list[torch.Tensor]) -> int:
         return differing(self.out, torch.cat(sources))
@@ -71,7 +71,7 @@ class StockPerParameter(PerParameter):
 
     def run(self) -> None:
         torch._foreach_copy_(self.own_parts, self.shards)
-        dist.all_gather_into_tensor(self.out.view(-1), self.own, group=self.place.group)
+        all_gather(self.out.view(-1), self.own, group=self.place.group)
         torch.split_with_sizes_copy(self.out, self.numels, dim=1, out=self.parameters)
 
 
@@ -93,7 +93,7 @@ class TidePerParameter(PerParameter):
     def run(self) -> None:
         torch._foreach_copy_(self.own_parts, self.shards)
         tide_backend.apply_layout(self.out, self.layout, placed=True)
-        dist.all_gather_into_tensor(self.out, self.placeholder, group=self.place.group)
+        all_gather(self.out, self.placeholder, group=self.place.group)
 
 
 def pairs(tide: Place, stock: Place, size: int, layout: str) -> list[Pair]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .launch import launch
+from .names import all_gather
 from .settings import Settings
 
 
@@ -27,7 +28,7 @@ def run_rank(rank: int, world: int, store: Any, backend: str, device: str) -> It
     dist.init_process_group(backend, store=dist.PrefixStore("g", store), rank=rank, world_size=world)
     made = time.perf_counter()
     out = torch.zeros(world, device=device)
-    dist.all_gather_into_tensor(out, torch.full((1,), float(rank), device=device))
+    all_gather(out, torch.full((1,), float(rank), device=device))
     if out.tolist() != [float(r) for r in range(world)]:
         raise AssertionError(f"the first all-gather is wrong: {out.tolist()}")
     first = time.perf_counter()

@@ -37,9 +37,7 @@ def launch(fn: Callable[..., Iterator[Any]], ranks: int, *args: Any) -> Iterator
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_serve, args=(theirs, fn, rank, ranks, store.port, args), daemon=True
-            )
+            process = context.Process(target=_serve, args=(theirs, fn, rank, ranks, store.port, args), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)

@@ -15,6 +15,7 @@ import tide_backend
 from .call import Call, Pair, Place
 from .data import empty_bf16
 from .layouts import shard_numels
+from .names import reduce_scatter
 
 ITEM = 2  # bytes of bfloat16
 
@@ -48,7 +49,7 @@ class Packed(Call):
 
     def run(self) -> None:
         op = dist.ReduceOp.AVG
-        dist.reduce_scatter_tensor(self.out, self.source, op=op, group=self.place.group)
+        reduce_scatter(self.out, self.source, op=op, group=self.place.group)
 
     def wrong(self, sources: list[torch.Tensor]) -> int:
         return count_wrong(self.out, [s.view(self.place.world, -1)[self.place.rank] for s in sources])
@@ -81,7 +82,7 @@ class StockPerParameter(PerParameter):
         op = dist.ReduceOp.AVG
         world = self.place.world
         torch._chunk_cat(self.gradients, 0, world, out=self.buffer.view(world, -1))
-        dist.reduce_scatter_tensor(self.out, self.buffer, op=op, group=self.place.group)
+        reduce_scatter(self.out, self.buffer, op=op, group=self.place.group)
 
 
 class TidePerParameter(PerParameter):
@@ -93,7 +94,7 @@ class TidePerParameter(PerParameter):
     def run(self) -> None:
         op = dist.ReduceOp.AVG
         tide_backend.apply_layout(self.placeholder, self.layout, tensors=self.gradients)
-        dist.reduce_scatter_tensor(self.out, self.placeholder, op=op, group=self.place.group)
+        reduce_scatter(self.out, self.placeholder, op=op, group=self.place.group)
 
 
 def pairs(tide: Place, stock: Place, size: int, layout: str) -> list[Pair]:

@@ -34,7 +34,5 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
     if not match or float(match[1]) <= 0:
-        raise ValueError(
-            f"size {text!r}: expected a positive number with K, M, G or nothing behind it, such as 64M"
-        )
+        raise ValueError(f"size {text!r}: expected a positive number with K, M, G or nothing behind it, such as 64M")
     return int(float(match[1]) * UNITS[match[2].upper()])

@@ -27,7 +27,8 @@ def use(group: Any = None, seed: int = 1, path: str = "staged") -> None:
     out = torch.empty(world * (100 + seed))
     dist.all_gather_into_tensor(out, tensor(shards[rank], torch.float32), group=group)
     check_bits(out, oracle.all_gather(shards), "all_gather")
-    expect_path(path, "all_gather", group)
+    if path:
+        expect_path(path, "all_gather", group)
 
     inputs = [random_values(seed, r, world * 33, "bfloat16") for r in range(world)]
     out = torch.empty(33)
@@ -151,6 +152,41 @@ def gloo_beside(rank: int, world: int) -> None:
 
 def test_gloo_beside_tide() -> None:
     run_ranks(2, gloo_beside)
+
+
+def local_synchronization(rank: int, world: int) -> None:
+    """Only the members call new_group, as FSDP2 does for its separate reduce-scatter group."""
+    if rank > 0:
+        group = dist.new_group([1, 2], backend="tide", use_local_synchronization=True)
+        use(group)
+        dist.destroy_process_group(group)
+    use()
+
+
+def test_groups_that_only_members_make() -> None:
+    run_ranks(3, local_synchronization)
+
+
+def with_debug_wrapper(rank: int, world: int) -> str:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around the backend."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    rank_process.init("tide")
+    use(path="")
+    with dist._coalescing_manager():
+        out = torch.empty(world)
+        dist.all_gather_into_tensor(out, torch.full((1,), float(rank)))
+    check_bits(out, np.arange(world, dtype=np.float32))
+    name = type(backend()).__name__
+    dist.destroy_process_group()
+    return name
+
+
+DETAIL_WORKS = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
+@pytest.mark.skipif(not DETAIL_WORKS, reason="the wrapper of this torch lacks the coalesced calls, for any plugin")
+def test_debug_wrapper() -> None:
+    assert run_ranks(2, with_debug_wrapper, backend=None, fresh=True) == ["_ProcessGroupWrapper"] * 2
 
 
 def device_strings(rank: int, world: int, name: str) -> list[str]:

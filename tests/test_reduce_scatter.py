@@ -221,6 +221,19 @@ def test_the_same_bits_from_run_to_run() -> None:
     assert len(set(first)) == 4
 
 
+def factor_in_a_tensor(rank: int, world: int) -> None:
+    inputs = [random_values(3, r, world * 9, "float32") for r in range(world)]
+    out = torch.empty(9)
+    op = dist._make_nccl_premul_sum(torch.tensor([0.25]))
+    dist.reduce_scatter_tensor(out, tensor(inputs[rank], torch.float32), op=op)
+    check_bits(out, oracle.reduce_scatter(inputs, "float32", scale=0.25)[rank])
+
+
+@pytest.mark.skipif(not hasattr(dist, "_make_nccl_premul_sum"), reason="this torch has no PREMUL_SUM")
+def test_premultiplied_sum_with_a_tensor() -> None:
+    run_ranks(2, factor_in_a_tensor)
+
+
 def left_to_inner(rank: int, world: int) -> list[dict[str, Any]]:
     rows = np.stack([np.arange(world * 5, dtype=np.float32) + 1 + 3 * r for r in range(world)])
     expected = {

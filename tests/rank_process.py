@@ -11,6 +11,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -22,7 +23,7 @@ def serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     """Run jobs until the pipe is closed."""
     # The fork server is the parent; it ends with the test session, and no rank outlives that.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    stacks = open(_stack_file(os.getpid()), "w")  # noqa: SIM115 (faulthandler keeps writing to it)
+    stacks = stack_file(os.getpid()).open("w")  # noqa: SIM115 (faulthandler keeps writing to it)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
     import torch
@@ -49,8 +50,6 @@ def serve(pipe: Connection, rank: int, world: int, port: int) -> None:
             break
         except Exception:  # a result that does not pickle
             pipe.send(("raised", traceback.format_exc()))
-    stacks.close()
-    os.unlink(stacks.name)
     # Without destroy: peers may be gone, and a destructor that waits for them must not keep this process.
     os._exit(0)
 
@@ -93,20 +92,19 @@ def _enter(group: Any) -> None:
         _state["group"] = group
 
 
-def _stack_file(pid: int) -> str:
-    return os.path.join(tempfile.gettempdir(), f"tide-test-stack-{pid}")
+def stack_file(pid: int) -> Path:
+    return Path(tempfile.gettempdir(), f"tide-test-stack-{pid}")
 
 
 def stack_of(pid: int) -> str:
     """The Python stack of a rank that does not answer (called by the test process)."""
-    path = _stack_file(pid)
+    path = stack_file(pid)
     try:
         os.kill(pid, signal.SIGUSR1)
         for _ in range(20):
             time.sleep(0.05)
-            if os.path.getsize(path):
+            if path.stat().st_size:
                 break
-        with open(path) as file:
-            return file.read() or "(the process does not run)"
+        return path.read_text() or "(the process does not run)"
     except OSError as error:
         return f"(none: {error})"

@@ -107,6 +107,8 @@ class RankPool:
         return [answers[r][1] if r in answers else None for r in range(self.world)]
 
     def close(self) -> None:
+        import rank_process
+
         for pipe in self.pipes:
             pipe.close()  # the rank's recv ends, and with it the process
         end = time.monotonic() + 1
@@ -115,6 +117,7 @@ class RankPool:
             if process.is_alive():
                 process.kill()  # SIGKILL also ends a stopped process
                 process.join(5)
+            rank_process.stack_file(process.pid).unlink(missing_ok=True)
         self.pipes, self.processes = [], []
 
 

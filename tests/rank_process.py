@@ -23,7 +23,7 @@ def serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     """Run jobs until the pipe is closed."""
     # The fork server is the parent; it ends with the test session, and no rank outlives that.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    stacks = stack_file(os.getpid()).open("w")  # noqa: SIM115 (faulthandler keeps writing to it)
+    stacks = stack_file(os.getpid()).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
     import torch

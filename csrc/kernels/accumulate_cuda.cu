@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "../backend/error.h"
+#include "accumulate_bulk.h"
 #include "accumulate_cuda.h"
 
 namespace tide {
@@ -129,6 +130,13 @@ bool aligned(const AccumulateArgs& a) {
   return bits % 16 == 0;
 }
 
+void check_launch() {
+  const cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return;
+  throw Error(ErrorKind::driver,
+              std::string("tide: launch of the accumulate kernel failed: ") + cudaGetErrorString(status));
+}
+
 template <typename In, typename Out>
 void launch(const AccumulateArgs& a, int ctas, cudaStream_t stream) {
   const Args args{reinterpret_cast<const char*>(a.own), reinterpret_cast<const char*>(a.staged), a.stride, a.own_rank,
@@ -138,14 +146,12 @@ void launch(const AccumulateArgs& a, int ctas, cudaStream_t stream) {
   const int64_t blocks = std::clamp<int64_t>((a.numel + per_block - 1) / per_block, 1, ctas);
   auto* kernel = vectors ? accumulate_vectors<In, Out> : accumulate_elements<In, Out>;
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) {
-    throw Error(ErrorKind::driver, std::string("tide: launch of the accumulate kernel failed: ") + cudaGetErrorString(status));
-  }
+  check_launch();
 }
 
 void dispatch(ElementType in, ElementType out, const AccumulateArgs& a, int ctas, void* stream_handle) {
   auto stream = static_cast<cudaStream_t>(stream_handle);
+  if (in == ElementType::bf16 && out == ElementType::f32 && accumulate_bulk(a, ctas, stream)) return check_launch();
   if (in == ElementType::bf16 && out == ElementType::f32) return launch<__nv_bfloat16, float>(a, ctas, stream);
   if (in == out) {
     switch (in) {

@@ -263,7 +263,7 @@ def compiled(rank: int, world: int) -> None:
     bound = plan.bind(q_heads=world)
     x0 = data(4, plan.tokens, world, 3)[held[rank]] / 50
     got = []
-    for f in (block, torch.compile(block, backend="eager")):
+    for f in (block, torch.compile(block, backend="aot_eager")):
         x, w = x0.clone().requires_grad_(), torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
         y = f(bound, x, w)
         y.square().sum().backward()

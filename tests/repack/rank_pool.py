@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tide_backend.repack.exchange"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo"]
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 

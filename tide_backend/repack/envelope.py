@@ -71,7 +71,7 @@ class Envelope:
             pads = self.rows - self.plan.rows[r]
             for sample, start, length in runs:
                 last = merged[-1] if merged else [PAD, 0, 0]
-                if last[0] == sample and last[1] + last[2] == start:
+                if last[0] == sample:
                     last[2] += length
                 else:
                     merged.append([sample, start, length])

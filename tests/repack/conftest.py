@@ -10,14 +10,15 @@ from rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`ranks(world)`: a pool of that many gloo ranks, started once and again only when a test broke it."""
-    pools: dict[int, RankPool] = {}
+def ranks() -> Iterator[Callable[..., RankPool]]:
+    """`ranks(world, backend="gloo")`: a pool of ranks, started once and again only when a test broke it."""
+    pools: dict[tuple[int, str], RankPool] = {}
 
-    def get(world: int) -> RankPool:
-        if world not in pools or not pools[world].alive:
-            pools[world] = RankPool(world)
-        return pools[world]
+    def get(world: int, backend: str = "gloo") -> RankPool:
+        key = (world, backend)
+        if key not in pools or not pools[key].alive:
+            pools[key] = RankPool(world, backend)
+        return pools[key]
 
     yield get
     for pool in pools.values():

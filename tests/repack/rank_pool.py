@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that run named test functions; every wait has a deadline.
+"""A pool of ranks that run named test functions; every wait has a deadline.
 
 Processes come from one fork server that has imported torch already, so a rank starts in milliseconds. A
 task is `"module:function"`, called as `function(rank, world, *args)` on every rank; the pool reports every
@@ -25,9 +25,9 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """`world` processes in one gloo group."""
+    """`world` processes in one group."""
 
-    def __init__(self, world: int, timeout_s: float = 60):
+    def __init__(self, world: int, backend: str = "gloo", timeout_s: float = 60):
         import torch.distributed as dist
 
         self.world = world
@@ -37,7 +37,7 @@ class RankPool:
         for rank in range(world):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, world, self.store.port, timeout_s), daemon=True
+                target=_serve, args=(theirs, rank, world, backend, self.store.port, timeout_s), daemon=True
             )
             process.start()
             theirs.close()
@@ -56,9 +56,7 @@ class RankPool:
             if not ready:
                 missing = [r for r in range(self.world) if r not in answers]
                 self.close()
-                raise RanksFailed(
-                    f"{task}: ranks {missing} did not finish in {deadline_s} s; {self._errors(answers)}"
-                )
+                raise RanksFailed(f"{task}: ranks {missing} did not finish in {deadline_s} s; {self._errors(answers)}")
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -86,15 +84,15 @@ class RankPool:
                 process.kill()
 
 
-def _serve(pipe: Connection, rank: int, world: int, port: int, timeout_s: float) -> None:
+def _serve(pipe: Connection, rank: int, world: int, backend: str, port: int, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
+    if backend == "tide":
+        importlib.import_module("tide_backend")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
     while True:
         try:
             task, args = pipe.recv()

@@ -112,3 +112,22 @@ def test_replica_gradients_are_added_in_fp32_in_rank_order() -> None:
     for r in range(8):
         rounded = rounded + g[r]
     assert not torch.equal(back, rounded)
+
+
+@pytest.mark.parametrize(("q", "kv", "width"), [(40, 8, 16), (32, 2, 16), (16, 2, 32), (12, 12, 8), (6, 3, 2)])
+def test_reported_head_counts(q: int, kv: int, width: int) -> None:
+    """Heads that do not divide, or fewer than ranks: each query head meets its KV head, gradients reach all."""
+    a = random_assignment(1, width=width, parents=1, longest=12)
+    plan = Plan.of(a.parents[0], a.lengths)
+    assert plan.tokens > 0
+    heads = HeadMap.choose(q, kv, width)
+    group = SimulatedParent(plan, items(heads, "qk", [(), ()]))
+    x = [[torch.arange(q).double().expand(n, q), torch.arange(kv).double().expand(n, kv)] for n in plan.rows]
+    for rank, (mine, keys) in enumerate(group.enter(x)):
+        read = keys[:, heads.kv_index(rank)]
+        assert torch.equal(read, mine.div(q // kv, rounding_mode="floor"))
+        assert keys.shape[0] == mine.shape[0] == plan.tokens
+    ones = [[torch.ones(plan.tokens, e - f) for f, e in (heads.q_ranges[r], heads.kv_ranges[r])] for r in range(width)]
+    for (dq, dk), rows in zip(group.exit(ones), plan.rows, strict=True):
+        assert torch.equal(dq, torch.ones(rows, q))
+        assert torch.equal(dk, torch.tensor([float(len(heads.replicas(k))) for k in range(kv)]).expand(rows, kv))

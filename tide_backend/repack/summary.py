@@ -78,7 +78,7 @@ def describe(plan: Plan) -> str:
     """A few lines for people: sizes, balance, each child with its samples and rows."""
     s = stats(plan)
     kind = "repacked" if plan.repacked else "not repacked"
-    reason = f": {plan.reason}" if plan.reason else ""
+    reason = f": {plan.reason.removeprefix(kind + ': ')}" if plan.reason else ""
     lines = [
         f"parent of {plan.width} ranks (global {_runs(plan.ranks)}), {kind}{reason}",
         f"  {s['samples']} samples, {s['tokens']} tokens; cut {plan.cut}, order {plan.order}, "

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <deque>
 #include <mutex>
 
 #include "../error.h"
@@ -46,6 +48,7 @@ Driver load() {
   find(library, "cuMemHostGetDevicePointer_v2", d.host_device_pointer, p);
   find(library, "cuCtxGetCurrent", d.get_context, p);
   find(library, "cuCtxSetCurrent", d.set_context, p);
+  find(library, "cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode, p);
   find(library, "cuMemGetInfo_v2", d.memory_info, p);
   find(library, "cuGetErrorName", d.error_name, p);
   find(library, "cuDriverGetVersion", d.version, p);
@@ -53,20 +56,33 @@ Driver load() {
 }
 
 std::mutex mutex;
-Driver* table = nullptr;
+std::atomic<const Driver*> table{nullptr};
+
+// With the lock held. Tables are never freed: streams and storages may need them while the process ends.
+void install(Driver next) {
+  static auto* const kept = new std::deque<Driver>;
+  kept->push_back(std::move(next));
+  table.store(&kept->back(), std::memory_order_release);
+}
 
 }  // namespace
 
+// Read without the lock, which a forked child might find held.
 const Driver& driver() {
+  if (const Driver* known = table.load(std::memory_order_acquire)) return *known;
   std::lock_guard<std::mutex> lock(mutex);
-  // Never freed: streams and storages may need it while the process ends.
-  if (!table) table = new Driver(load());
-  return *table;
+  if (!table.load()) install(load());
+  return *table.load();
 }
 
 void set_driver(Driver replacement) {
   std::lock_guard<std::mutex> lock(mutex);
-  table = new Driver(std::move(replacement));
+  install(std::move(replacement));
+}
+
+void bind_context(void* context) {
+  void* current = nullptr;
+  if (driver().get_context(&current) == 0 && !current) check(driver().set_context(context), "cuCtxSetCurrent");
 }
 
 void check(Result result, const char* call) {

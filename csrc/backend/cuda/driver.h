@@ -22,8 +22,10 @@ constexpr unsigned kHostRegisterPortable = 1;
 constexpr unsigned kHostRegisterDeviceMap = 2;
 constexpr unsigned kWaitGreaterOrEqual = 0;
 constexpr unsigned kWriteDefault = 0;  // with a barrier: everything earlier on the stream is visible first
+constexpr int kCaptureThreadLocal = 1;
+constexpr Result kDeinitialized = 4;  // the process is ending
 constexpr Result kNotReady = 600;
-constexpr Result kNotSupported = 801;
+constexpr Result kContextDestroyed = 709;
 
 // CUmemcpyAttributes of cuMemcpyBatchAsync.
 struct CopyAttributes {
@@ -59,12 +61,14 @@ struct Driver {
   Result (*host_device_pointer)(DevicePtr*, void*, unsigned flags) = nullptr;
   Result (*get_context)(void**) = nullptr;
   Result (*set_context)(void*) = nullptr;
+  // While any thread captures a graph, a thread whose own mode is not kCaptureThreadLocal may not even query an event.
+  Result (*exchange_capture_mode)(int* mode) = nullptr;
   Result (*memory_info)(size_t* free, size_t* total) = nullptr;
   Result (*error_name)(Result, const char**) = nullptr;
   int (*version)(int*) = nullptr;
   std::string library;  // where the table came from
 
-  // Null, or why there is no usable driver: the library or the call that is missing.
+  // Why there is no usable driver: the library or the call that is missing. Empty: usable.
   std::string problem;
 };
 
@@ -73,7 +77,11 @@ const Driver& driver();
 // Tests: replaces the table for the life of the process.
 void set_driver(Driver replacement);
 
-// Throws Error(driver) "cuMemcpyAsync failed: CUDA_ERROR_... (700)" unless `result` is success.
+// Gives this thread `context` when it has none: the driver's calls need one, and a new thread has none until its first
+// call of the CUDA runtime.
+void bind_context(void* context);
+
+// Throws Error(driver) "tide: cuMemcpyAsync failed: CUDA_ERROR_... (700)" unless `result` is success.
 void check(Result result, const char* call);
 
 }  // namespace tide::cuda

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <deque>
 #include <mutex>
 
 #include "../error.h"
@@ -11,9 +13,9 @@ namespace tide::cuda {
 namespace {
 
 template <typename F>
-bool find(void* library, const char* name, F& function) {
+void find(void* library, const char* name, F& function, std::string* missing) {
   function = reinterpret_cast<F>(dlsym(library, name));
-  return function != nullptr;
+  if (!function && missing->empty()) *missing = name;
 }
 
 std::string file_of(void* symbol, const std::string& fallback) {
@@ -21,31 +23,45 @@ std::string file_of(void* symbol, const std::string& fallback) {
   return dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : fallback;
 }
 
-// Fills the table from one library; says in `problem` what is missing.
+// Fills the table from one library; says in `problem` what is wrong with it.
 Nccl load_one(void* library, const std::string& name) {
   Nccl n;
-  if (!find(library, "ncclGetVersion", n.get_version) || n.get_version(&n.version) != 0) {
+  std::string missing;
+  find(library, "ncclGetVersion", n.get_version, &missing);
+  if (!n.get_version || n.get_version(&n.version) != 0) {
     n.problem = name + " is no NCCL library";
     return n;
   }
   n.library = file_of(reinterpret_cast<void*>(n.get_version), name);
-  const bool complete =
-      find(library, "ncclGetErrorString", n.error_string) && find(library, "ncclGetLastError", n.last_error) &&
-      find(library, "ncclGetUniqueId", n.unique_id) && find(library, "ncclCommInitRank", n.init_rank) &&
-      find(library, "ncclCommDestroy", n.destroy) && find(library, "ncclCommAbort", n.abort) &&
-      find(library, "ncclMemAlloc", n.allocate) && find(library, "ncclMemFree", n.free) &&
-      find(library, "ncclCommWindowRegister", n.window_register) &&
-      find(library, "ncclCommWindowDeregister", n.window_deregister) &&
-      find(library, "ncclGetPeerDevicePointer", n.peer_pointer);
-  if (!complete || n.version < kOldestNccl) {
-    n.problem = "NCCL " + version_text(n.version) + " (" + n.library + ") is older than " + version_text(kOldestNccl);
+  const std::string what = "NCCL " + version_text(n.version) + " (" + n.library + ")";
+  if (n.version < kOldestNccl) {
+    n.problem = what + " is older than " + version_text(kOldestNccl);
+    return n;
   }
+  find(library, "ncclGetErrorString", n.error_string, &missing);
+  find(library, "ncclGetLastError", n.last_error, &missing);
+  find(library, "ncclGetUniqueId", n.unique_id, &missing);
+  find(library, "ncclCommInitRank", n.init_rank, &missing);
+  find(library, "ncclCommAbort", n.abort, &missing);
+  find(library, "ncclMemAlloc", n.allocate, &missing);
+  find(library, "ncclMemFree", n.free, &missing);
+  find(library, "ncclCommWindowRegister", n.window_register, &missing);
+  find(library, "ncclCommWindowDeregister", n.window_deregister, &missing);
+  find(library, "ncclGetPeerDevicePointer", n.peer_pointer, &missing);
+  if (!missing.empty()) n.problem = what + " has no " + missing;
   return n;
 }
 
 std::mutex mutex;
 std::vector<std::string> search;
-Nccl* table = nullptr;
+std::atomic<const Nccl*> table{nullptr};
+
+// With the lock held. Tables are never freed: streams and storages may need them while the process ends.
+void install(Nccl next) {
+  static auto* const kept = new std::deque<Nccl>;
+  kept->push_back(std::move(next));
+  table.store(&kept->back(), std::memory_order_release);
+}
 
 }  // namespace
 
@@ -63,10 +79,10 @@ Nccl load_nccl(const std::vector<std::string>& candidates) {
       if (!path.empty()) tried += "; " + path + ": " + dlerror();
       continue;
     }
+    // Never closed, even when it does not fit: it may be torch's, and unloading a CUDA library is not safe.
     Nccl n = load_one(library, path.empty() ? "the process's libnccl.so.2" : path);
     if (n.problem.empty()) return n;
     tried += "; " + n.problem;
-    dlclose(library);
   }
   Nccl none;
   none.problem = "no NCCL " + version_text(kOldestNccl) + " or newer" + tried +
@@ -75,9 +91,10 @@ Nccl load_nccl(const std::vector<std::string>& candidates) {
 }
 
 const Nccl& nccl() {
+  if (const Nccl* known = table.load(std::memory_order_acquire)) return *known;
   std::lock_guard<std::mutex> lock(mutex);
-  if (!table) table = new Nccl(load_nccl(search));
-  return *table;
+  if (!table.load()) install(load_nccl(search));
+  return *table.load();
 }
 
 void set_nccl_candidates(std::vector<std::string> candidates) {
@@ -87,7 +104,7 @@ void set_nccl_candidates(std::vector<std::string> candidates) {
 
 void set_nccl(Nccl replacement) {
   std::lock_guard<std::mutex> lock(mutex);
-  table = new Nccl(std::move(replacement));
+  install(std::move(replacement));
 }
 
 void check_nccl(NcclResult result, const char* call, NcclComm comm) {

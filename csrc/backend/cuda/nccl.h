@@ -29,7 +29,6 @@ struct Nccl {
   const char* (*last_error)(NcclComm) = nullptr;
   NcclResult (*unique_id)(NcclUniqueId*) = nullptr;
   NcclResult (*init_rank)(NcclComm*, int ranks, NcclUniqueId, int rank) = nullptr;
-  NcclResult (*destroy)(NcclComm) = nullptr;
   NcclResult (*abort)(NcclComm) = nullptr;
   NcclResult (*allocate)(void**, size_t) = nullptr;
   NcclResult (*free)(void*) = nullptr;

@@ -9,6 +9,7 @@ namespace {
 constexpr size_t kCachedPlans = 512;
 // A rank whose own arguments are wrong leaves a note for its peers and does not wait long for them.
 constexpr auto kProblemWait = std::chrono::seconds(1);
+constexpr char kBare[] = "tide: ";  // how errors begin that were raised where neither rank nor call is known
 
 // Gives a window back when the call is over, whichever way it ends.
 class Staged {
@@ -165,20 +166,41 @@ std::shared_ptr<const Plan> Engine::plan(const Request& request, Path path) {
   return made;
 }
 
-Selection Engine::run(const CollectiveCall& call, uint64_t ticket, const Wait& wait) {
-  raise_if_poisoned(wait.call);
+void Engine::guarded(const std::string& call, const std::function<void()>& body) {
+  raise_if_poisoned(call);
   try {
-    return carry_out(call, ticket, wait);
+    body();
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::usage) poison(error.what());
-    throw;
+    // What the driver says knows nothing of ranks and calls.
+    const std::string text = error.what();
+    const bool bare = text.rfind(kBare, 0) == 0;
+    const Error full(error.kind(), bare ? who_.prefix(call) + text.substr(std::strlen(kBare)) : text);
+    if (error.kind() != ErrorKind::usage) poison(full.what());
+    throw full;
   } catch (...) {
-    poison("interrupted during " + wait.call);
+    poison("interrupted during " + call);
     throw;
   }
 }
 
-Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const Wait& wait) {
+Selection Engine::run(const CollectiveCall& call, const Wait& wait) {
+  std::optional<Selection> selection;
+  guarded(wait.call, [&] { selection = carry_out(call, wait); });
+  return *selection;
+}
+
+// A plan that breaks in the middle leaves flags and windows in an unknown state, whatever broke it.
+void Engine::move(const Request& request, Path path, const Execution& execution, Transport* transport,
+                  const Wait& wait) {
+  try {
+    execute(*plan(request, path), execution, transport, wait);
+  } catch (const Error& error) {
+    poison(error.what());
+    throw;
+  }
+}
+
+Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
   const Request& q = call.request;
   connect();
   std::shared_ptr<Transport> transport;
@@ -193,7 +215,6 @@ Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const W
   Selection selection = select(known, q);
   Execution execution;
   execution.channel = q.op;
-  execution.sequence = ticket;
   execution.buffers = call.buffers;
   execution.in_type = q.in_type;
   execution.out_type = q.out_type;
@@ -274,7 +295,9 @@ Selection Engine::carry_out(const CollectiveCall& call, uint64_t ticket, const W
   recorder_.update(call.record_id, selection.path, selection.reason);
   if (selection.path != Path::inner) {
     for (const auto& record : records) execution.windows.push_back(record.window_offset);
-    execute(*plan(q, selection.path), execution, transport.get(), wait);
+    // Not the ticket: a call that was given up before it met its peers has one on this rank alone.
+    execution.sequence = exchanges;
+    move(q, selection.path, execution, transport.get(), wait);
   }
   transport->complete(q.op, exchanges);
   return selection;

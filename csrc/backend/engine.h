@@ -57,7 +57,13 @@ class Engine {
 
   // Runs one call to its end on this thread. Must be called in ticket order (through the lane). Path::inner means
   // that nothing was moved and the inner backend has to do the call.
-  Selection run(const CollectiveCall& call, uint64_t ticket, const Wait& wait);
+  Selection run(const CollectiveCall& call, const Wait& wait);
+  Selection run(const CollectiveCall& call, uint64_t ticket, const Wait& wait) {
+    (void)ticket;
+    return run(call, wait);
+  }
+  // Runs `body`, a step of this group that talks to its peers: an error other than usage poisons the group.
+  void guarded(const std::string& call, const std::function<void()>& body);
 
   // Makes the group's shared memory if that has not happened yet; collective at the first call.
   void connect();
@@ -82,7 +88,8 @@ class Engine {
 
  private:
   Capabilities capabilities() const;  // with mutex_ held
-  Selection carry_out(const CollectiveCall& call, uint64_t ticket, const Wait& wait);
+  Selection carry_out(const CollectiveCall& call, const Wait& wait);
+  void move(const Request& request, Path path, const Execution& execution, Transport* transport, const Wait& wait);
   std::shared_ptr<const Plan> plan(const Request& request, Path path);
   void poison(const std::string& reason);
   std::string poisoned() const;

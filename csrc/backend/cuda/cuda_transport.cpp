@@ -4,29 +4,42 @@
 #include <sstream>
 
 #include "../../kernels/accumulate_cuda.h"
-#include "../executor.h"
 
 namespace tide::cuda {
 
 namespace {
+
+// Stream waits compare as signed 64-bit numbers, cyclically: UINT64_MAX would be -1, below everything.
+constexpr uint64_t kReleased = INT64_MAX;
+constexpr size_t kLongestProblem = 1500;  // bytes; a record also holds more than that
 
 DevicePtr device(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
 
 Event record(Stream stream) {
   Event event = nullptr;
   check(driver().event_create(&event, kEventDisableTiming), "cuEventCreate");
-  check(driver().event_record(event, stream), "cuEventRecord");
+  const Result result = driver().event_record(event, stream);
+  if (result != 0) driver().event_destroy(event);
+  check(result, "cuEventRecord");
   return event;
 }
 
 // Tells every rank this rank's problem ("" for none) and returns the first one, with its rank.
 std::string agree(Transport& control, uint64_t sequence, const std::string& problem, const Wait& wait) {
-  const auto all = control.exchange(Channel::memory, sequence, problem, wait);
+  const auto all = control.exchange(Channel::memory, sequence, problem.substr(0, kLongestProblem), wait);
   control.complete(Channel::memory, sequence);
   for (size_t r = 0; r < all.size(); ++r) {
     if (!all[r].empty()) return "rank " + std::to_string(r) + ": " + all[r];
   }
   return "";
+}
+
+// Transports of groups that broke: peers may still write their segments, and their watchdogs still look.
+void keep_for_ever(std::shared_ptr<CudaTransport> transport) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::shared_ptr<CudaTransport>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  kept->push_back(std::move(transport));
 }
 
 }  // namespace
@@ -36,56 +49,73 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   shm.arena_bytes = 4096;  // only the tables are used
   ShmResult control = connect_shm(who, bootstrap, shm);
   if (!control.transport) return {nullptr, control.reason};
-  const Wait wait{Clock::now() + shm.handshake_timeout * 3, nullptr, "connect"};
+  // Ranks start NCCL at their own pace; only what each has to say before that comes soon.
+  const auto soon = [&] { return Wait{Clock::now() + shm.handshake_timeout * 3, nullptr, "connect"}; };
+  const auto in_time = [&] { return Wait{Clock::now() + options.timeout, nullptr, "connect"}; };
   uint64_t sequence = 0;
 
   std::string problem = driver().problem;
   if (problem.empty()) problem = nccl().problem;
-  if (std::string why = agree(*control.transport, ++sequence, problem, wait); !why.empty()) return {nullptr, why};
+  if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
 
   NcclUniqueId id{};
   problem = "";
   if (who.rank == 0 && nccl().unique_id(&id) != 0) problem = "ncclGetUniqueId failed";
-  const auto ids = control.transport->exchange(Channel::memory, ++sequence, std::string(id.bytes, sizeof id.bytes), wait);
+  const auto ids =
+      control.transport->exchange(Channel::memory, ++sequence, std::string(id.bytes, sizeof id.bytes), soon());
   control.transport->complete(Channel::memory, sequence);
   std::memcpy(id.bytes, ids[0].data(), sizeof id.bytes);
-  if (std::string why = agree(*control.transport, ++sequence, problem, wait); !why.empty()) return {nullptr, why};
+  if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
 
-  NcclComm comm = nullptr;
+  // What one rank can find out alone comes before NCCL's start, which would wait for a rank that has failed.
   std::shared_ptr<CudaTransport> transport;
   try {
-    check_nccl(nccl().init_rank(&comm, who.world, id, who.rank), "ncclCommInitRank");
-    transport.reset(new CudaTransport(who, control, comm, options));
+    transport.reset(new CudaTransport(who, control, options));
     transport->map_tables();
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
+  try {
+    transport->open(id);
   } catch (const Error& error) {
     problem = error.what();
   }
-  std::string why = agree(*control.transport, ++sequence, problem, wait);
-  if (why.empty()) {
-    transport->memory_calls_ = sequence;
-    why = transport->grow(options.staging_bytes, wait);
-  }
+  std::string why = agree(*control.transport, ++sequence, problem, in_time());
+  if (!why.empty()) return {nullptr, why};
+  transport->memory_calls_ = sequence;
+  why = transport->grow(options.staging_bytes, in_time());
   if (!why.empty()) return {nullptr, why};
   transport->staging_ = transport->arena_->acquire(options.staging_bytes, &why);
-  transport->staging_ranges_.grow(transport->staging_->bytes);
+  transport->staging_ranges_.grow(transport->staging_.value().bytes);
   return {transport, ""};
 }
 
-CudaTransport::CudaTransport(const Speaker& who, ShmResult control, NcclComm comm, const CudaOptions& options)
+CudaTransport::CudaTransport(const Speaker& who, ShmResult control, const CudaOptions& options)
     : who_(who),
       control_(control.transport),
       tables_(control.tables),
       options_(options),
-      comm_(comm),
       arena_(std::make_shared<DeviceArena>(who.rank, who.world)) {
-  auto diagnose = [this](Channel channel, uint64_t sequence, bool late) -> std::string {
-    return this->diagnose(channel, sequence, late);
+  Watchdog::Callbacks callbacks;
+  callbacks.diagnose = [this](Channel channel, uint64_t sequence, bool late, const std::string& failure) {
+    return diagnose(channel, sequence, late, failure);
   };
-  watchdog_ = std::make_unique<Watchdog>(diagnose, [this](const std::string& text) { options_.on_timeout(text); });
+  callbacks.report = [this](const std::string& text) {
+    options_.on_timeout(text);
+    give_up(text);
+  };
+  callbacks.release = [this] { return release_waits(); };
+  watchdog_ = std::make_unique<Watchdog>(std::move(callbacks));
 }
 
 CudaTransport::~CudaTransport() {
+  if (guard_.in_child()) {
+    static_cast<void>(watchdog_.release());  // its thread is the parent's
+    return;
+  }
   close("the process group was destroyed");
+  watchdog_.reset();
   for (auto& [host, mapped] : mapped_) driver().host_unregister(host);
 }
 
@@ -94,10 +124,19 @@ void CudaTransport::map_tables() {
     auto [memory, bytes] = tables_->table_memory(rank);
     check(driver().host_register(memory, static_cast<size_t>(bytes), kHostRegisterPortable | kHostRegisterDeviceMap),
           "cuMemHostRegister");
-    DevicePtr mapped = 0;
-    check(driver().host_device_pointer(&mapped, memory, 0), "cuMemHostGetDevicePointer");
-    mapped_.emplace_back(memory, mapped);
+    mapped_.emplace_back(memory, 0);  // from here on the destructor undoes it
+    check(driver().host_device_pointer(&mapped_.back().second, memory, 0), "cuMemHostGetDevicePointer");
   }
+  // Devices without these operations say so here, before any plan is on a stream.
+  const Stream stream = this->stream(Channel::memory);
+  const DevicePtr word = device_word(who_.rank, Channel::memory, Flag::ready, who_.rank);
+  check(driver().stream_write_value(stream, word, 1, kWriteDefault), "cuStreamWriteValue64");
+  check(driver().stream_wait_value(stream, word, 1, kWaitGreaterOrEqual), "cuStreamWaitValue64");
+}
+
+void CudaTransport::open(const NcclUniqueId& id) {
+  const Watchdog::HostCall guarded(*watchdog_, 0, Clock::now() + options_.timeout);
+  check_nccl(nccl().init_rank(&comm_, who_.world, id, who_.rank), "ncclCommInitRank");
 }
 
 DevicePtr CudaTransport::device_word(int owner, Channel channel, Flag flag, int source) {
@@ -108,14 +147,25 @@ DevicePtr CudaTransport::device_word(int owner, Channel channel, Flag flag, int 
 
 // Collective. "" or why no rank has grown.
 std::string CudaTransport::grow(int64_t bytes, const Wait& wait) {
-  const std::string problem = arena_->allocate(bytes);
-  const std::string why = agree(*control_, ++memory_calls_, problem, wait);
-  if (!why.empty()) {
-    arena_->drop_pending();
-    return why;
+  std::string problem = arena_->allocate(bytes);
+  if (!problem.empty() && options_.free_cached_memory) {
+    options_.free_cached_memory();
+    problem = arena_->allocate(bytes);
   }
-  arena_->register_pending(comm_);
-  return "";
+  std::string why = agree(*control_, ++memory_calls_, problem, wait);
+  if (why.empty()) {
+    {
+      const Watchdog::HostCall guarded(*watchdog_, memory_calls_, Clock::now() + options_.timeout);
+      problem = arena_->register_pending(comm_);
+    }
+    why = agree(*control_, ++memory_calls_, problem, wait);
+  }
+  if (why.empty()) {
+    arena_->commit_pending();
+  } else {
+    arena_->drop_pending(comm_);
+  }
+  return why;
 }
 
 std::optional<Window> CudaTransport::slot(int64_t bytes, Stream stream, const Wait& wait, std::string* why) {
@@ -150,13 +200,21 @@ std::optional<Window> CudaTransport::slot(int64_t bytes, Stream stream, const Wa
 
 std::vector<std::string> CudaTransport::exchange(Channel channel, uint64_t sequence, const std::string& mine,
                                                  const Wait& wait) {
-  deadlines_[static_cast<size_t>(channel)] = wait.deadline;
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    calls_[static_cast<size_t>(channel)] = {sequence, wait.deadline};
+  }
   return control_->exchange(channel, sequence, mine, wait);
 }
 
 void CudaTransport::complete(Channel channel, uint64_t sequence) {
   flush(channel);
-  watchdog_->watch(channel, sequence, record(stream(channel)), deadlines_[static_cast<size_t>(channel)]);
+  Clock::time_point deadline;
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    deadline = calls_[static_cast<size_t>(channel)].deadline;
+  }
+  watchdog_->watch(channel, sequence, record(stream(channel)), deadline);
   control_->complete(channel, sequence);
 }
 
@@ -191,9 +249,18 @@ void CudaTransport::note_use(Channel channel, const Window& window) {
   arena_->note_use(window, record(stream(channel)));
 }
 
+// Runs while an exception unwinds too. Copies that no flag followed belong to a call that broke: they are dropped, and
+// a range whose last use cannot be told is never given out again.
 void CudaTransport::release(Channel channel, const Window& window) {
-  flush(channel);
-  note_use(channel, window);
+  Batch& batch = batches_[static_cast<size_t>(channel)];
+  const bool broke = !batch.bytes.empty();
+  batch.clear();
+  try {
+    note_use(channel, window);
+  } catch (const Error&) {
+    return;
+  }
+  if (broke) return;
   std::lock_guard<std::mutex> lock(staging_mutex_);
   staging_ranges_.give_back(window.offset - staging_->offset);
 }
@@ -209,20 +276,21 @@ void CudaTransport::flush(Channel channel) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
   const size_t count = batch.bytes.size();
   if (count == 0) return;
+  Result result = 0;
+  const char* call = "cuMemcpyAsync";
   if (count > 1 && driver().copy_batch) {
     CopyAttributes attributes;
     size_t first = 0;
-    check(driver().copy_batch(batch.to.data(), batch.from.data(), batch.bytes.data(), count, &attributes, &first, 1,
-                              stream(channel)),
-          "cuMemcpyBatchAsync");
+    call = "cuMemcpyBatchAsync";
+    result = driver().copy_batch(batch.to.data(), batch.from.data(), batch.bytes.data(), count, &attributes, &first, 1,
+                                 stream(channel));
   } else {
-    for (size_t i = 0; i < count; ++i) {
-      check(driver().copy(batch.to[i], batch.from[i], batch.bytes[i], stream(channel)), "cuMemcpyAsync");
+    for (size_t i = 0; i < count && result == 0; ++i) {
+      result = driver().copy(batch.to[i], batch.from[i], batch.bytes[i], stream(channel));
     }
   }
-  batch.to.clear();
-  batch.from.clear();
-  batch.bytes.clear();
+  batch.clear();  // one that failed is not given again
+  check(result, call);
 }
 
 void CudaTransport::fill(Channel channel, std::byte* to, int64_t bytes) {
@@ -241,62 +309,112 @@ void CudaTransport::signal(Channel channel, int peer, Flag flag, uint64_t value)
         "cuStreamWriteValue64");
 }
 
-void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait&) {
+void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) {
   flush(channel);
-  check(driver().stream_wait_value(stream(channel), device_word(who_.rank, channel, flag, peer), value,
-                                   kWaitGreaterOrEqual),
-        "cuStreamWaitValue64");
-  std::lock_guard<std::mutex> lock(awaited_mutex_);
-  awaited_[{channel, flag, peer}] = value;
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    if (aborted_) fail(ErrorKind::peer, who_, wait.call, "the group was aborted on this rank");
+    awaited_[{channel, flag, peer}] = value;
+    ++entering_;
+  }
+  // Without the lock: the driver may block here while its queue is full, and the watchdog must go on looking.
+  const Result result = driver().stream_wait_value(stream(channel), device_word(who_.rank, channel, flag, peer), value,
+                                                   kWaitGreaterOrEqual);
+  --entering_;
+  check(result, "cuStreamWaitValue64");
 }
 
 // Called by the watchdog's thread.
-std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool late) {
+std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool late, const std::string& failure) {
+  const std::string name = std::string(to_string(channel)) + " #" + std::to_string(sequence);
+  if (!failure.empty()) return who_.prefix(name) + "the device failed while this call was on it: " + failure;
   std::ostringstream missing, gone;
+  const auto note = [](std::ostringstream& list, const std::string& text) {
+    list << (list.str().empty() ? "" : "; ") << text;
+  };
+  if (channel == Channel::memory) {  // a host call into NCCL
+    for (int peer = 0; peer < who_.world; ++peer) {
+      if (peer != who_.rank) note(missing, tables_->last_calls(peer));
+    }
+    if (!late) return "";
+    return who_.prefix(name) + "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
+           "while the other ranks are at: " + missing.str() + "; look at the rank that is behind";
+  }
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     for (const auto& [key, value] : awaited_) {
       const auto [of, flag, peer] = key;
       if (of != channel) continue;
-      const uint64_t now = tables_->flag_word(who_.rank, of, flag, peer).load();
-      if (now >= value) continue;
-      missing << (missing.str().empty() ? "" : "; ") << tables_->last_calls(peer) << " owes its " << to_string(flag)
-              << " flag";
-      if (const std::string lost = tables_->lost(peer); !lost.empty()) gone << (gone.str().empty() ? "" : "; ") << lost;
+      // In this order: a rank that leaves in good order has set all its flags before it is seen to leave.
+      const std::string lost = tables_->lost(peer);
+      if (tables_->flag_word(who_.rank, of, flag, peer).load() >= value) continue;
+      note(missing, tables_->last_calls(peer) + " owes its " + to_string(flag) + " flag");
+      if (!lost.empty()) note(gone, lost);
     }
   }
-  const std::string call = std::string(to_string(channel)) + " #" + std::to_string(sequence);
-  if (!gone.str().empty()) return who_.prefix(call) + gone.str() + " while the device waits: " + missing.str();
+  if (!gone.str().empty()) return who_.prefix(name) + gone.str() + " while the device waits: " + missing.str();
   if (!late) return "";
   if (missing.str().empty()) missing << "every flag has arrived; this rank's own stream is behind";
-  return who_.prefix(call) + "not over at its deadline: " + missing.str() +
+  return who_.prefix(name) + "not over at its deadline: " + missing.str() +
          "; look at that rank, or set a longer timeout";
 }
 
 void CudaTransport::abort(const std::string& reason) {
-  if (aborted_.exchange(true)) return;
-  control_->abort(reason);
+  if (guard_.in_child()) return;
+  std::array<CallNow, kChannels> calls;
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    if (aborted_.exchange(true)) return;
+    calls = calls_;
+  }
+  if (auto self = weak_from_this().lock()) keep_for_ever(std::move(self));
   arena_->quarantine();
-  // Every wait on this rank's words ends, so that the device can be used again; results are garbage and every later
-  // call and Work.wait raises.
-  std::lock_guard<std::mutex> lock(awaited_mutex_);
-  for (const auto& [key, value] : awaited_) {
-    const auto [channel, flag, peer] = key;
-    tables_->flag_word(who_.rank, channel, flag, peer).store(UINT64_MAX);
+  control_->abort(reason);
+  // A call that broke in the middle never came to complete().
+  for (int c = 0; c < kChannels; ++c) {
+    const auto channel = static_cast<Channel>(c);
+    const CallNow& call = calls[static_cast<size_t>(c)];
+    if (call.sequence == 0) continue;
+    try {
+      watchdog_->watch(channel, call.sequence, record(stream(channel)), call.deadline);
+    } catch (const Error&) {  // the device is lost: nothing on it goes on
+    }
   }
 }
 
+void CudaTransport::give_up(const std::string& reason) {
+  abort(reason);
+  if (!guard_.in_child()) watchdog_->keep_releasing();
+}
+
+// By the watchdog's thread, again and again: a peer that is late may set a word back to its own small value.
+bool CudaTransport::release_waits() {
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  for (const auto& [key, value] : awaited_) {
+    const auto [channel, flag, peer] = key;
+    tables_->flag_word(who_.rank, channel, flag, peer).store(kReleased);
+  }
+  if (entering_ > 0) return true;
+  for (Stream stream : options_.streams) {
+    if (stream && driver().stream_query(stream) == kNotReady) return true;
+  }
+  return false;
+}
+
 void CudaTransport::close(const std::string& reason) {
-  if (closed_.exchange(true)) return;
+  if (guard_.in_child() || closed_.exchange(true)) return;
   if (!aborted_) {
-    for (Stream s : options_.streams) {
-      if (s) driver().stream_synchronize(s);
+    for (Stream stream : options_.streams) {
+      if (stream) driver().stream_synchronize(stream);
     }
   }
+  if (aborted_) return;  // also by the watchdog, meanwhile
   watchdog_->stop();
-  if (!aborted_) arena_->deregister(comm_);
-  if (comm_) nccl().abort(comm_);
-  comm_ = nullptr;
+  if (comm_) {
+    arena_->deregister(comm_);
+    nccl().abort(comm_);
+    comm_ = nullptr;
+  }
   control_->close(reason);
 }
 

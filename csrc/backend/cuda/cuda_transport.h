@@ -17,6 +17,7 @@
 #include <tuple>
 
 #include "../error.h"
+#include "../fork_guard.h"
 #include "../shm_transport.h"
 #include "device_arena.h"
 #include "driver.h"
@@ -29,7 +30,12 @@ struct CudaOptions {
   ShmOptions shm;
   int64_t staging_bytes = 64 << 20;  // first segment, kept for staging
   std::array<Stream, kChannels> streams{};
+  // Called on a thread of tide's own when the device waits for what will not come. Ends the process, or poisons the
+  // group and returns; then the waits are released.
   std::function<void(const std::string&)> on_timeout;
+  // Makes room on the device after an allocation failed, which is then tried once more. May be null.
+  std::function<void()> free_cached_memory;
+  std::chrono::milliseconds timeout{600000};  // of NCCL's own start and registrations
   int accumulate_ctas = 32;
 };
 
@@ -38,7 +44,7 @@ struct CudaResult {
   std::string reason;
 };
 
-class CudaTransport : public Transport {
+class CudaTransport : public Transport, public std::enable_shared_from_this<CudaTransport> {
  public:
   ~CudaTransport() override;
 
@@ -59,8 +65,14 @@ class CudaTransport : public Transport {
   void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) override;
   void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
   void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
+  // No more work from here; what is on the device is looked after until it is over, and the object lives as long as
+  // the process. Waits stay: whatever is queued behind them must not run on what did not arrive.
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
+
+  // abort(), and ends every wait of the device so that it can be used again. Results are garbage: the caller has made
+  // sure that nobody takes them for good.
+  void give_up(const std::string& reason);
 
   // A range for a caller's tensor that peers will write; `stream` is made to wait for its earlier readers.
   // Collective: every rank calls it with the same number of bytes, and all grow together when one has to.
@@ -74,12 +86,14 @@ class CudaTransport : public Transport {
 
  private:
   friend CudaResult connect_cuda(const Speaker&, Bootstrap&, const CudaOptions&);
-  CudaTransport(const Speaker& who, ShmResult control, NcclComm comm, const CudaOptions& options);
+  CudaTransport(const Speaker& who, ShmResult control, const CudaOptions& options);
 
   void map_tables();
+  void open(const NcclUniqueId& id);
   std::string grow(int64_t bytes, const Wait& wait);
   void flush(Channel channel);
-  std::string diagnose(Channel channel, uint64_t sequence, bool late);
+  std::string diagnose(Channel channel, uint64_t sequence, bool late, const std::string& failure);
+  bool release_waits();
   DevicePtr device_word(int owner, Channel channel, Flag flag, int source);
   Stream stream(Channel channel) const { return options_.streams[static_cast<size_t>(channel)]; }
 
@@ -87,13 +101,19 @@ class CudaTransport : public Transport {
   struct Batch {
     std::vector<DevicePtr> to, from;
     std::vector<size_t> bytes;
+    void clear() {
+      to.clear();
+      from.clear();
+      bytes.clear();
+    }
   };
 
   const Speaker who_;
   const std::shared_ptr<Transport> control_;
   const std::shared_ptr<SharedTables> tables_;
   const CudaOptions options_;
-  NcclComm comm_;
+  const ForkGuard guard_;
+  NcclComm comm_ = nullptr;
   std::shared_ptr<DeviceArena> arena_;
   std::optional<Window> staging_;
   RangeAllocator staging_ranges_;
@@ -103,9 +123,16 @@ class CudaTransport : public Transport {
   std::unique_ptr<Watchdog> watchdog_;
   uint64_t memory_calls_ = 0;
   std::atomic<bool> aborted_{false}, closed_{false};
-  std::array<Clock::time_point, kChannels> deadlines_{};
-  // The last value that a stream was made to wait for, for diagnose() and abort().
+
+  struct CallNow {
+    uint64_t sequence = 0;
+    Clock::time_point deadline;
+  };
+  std::atomic<int> entering_{0};  // waits that are being put on a stream
+  // Guards what follows, and aborted_ turning true; never held across a call of the driver that may block.
   std::mutex awaited_mutex_;
+  std::array<CallNow, kChannels> calls_;
+  // The last value that a stream was made to wait for, for diagnose() and release_waits().
   std::map<std::tuple<Channel, Flag, int>, uint64_t> awaited_;
 };
 

@@ -15,14 +15,15 @@ int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to;
 }  // namespace
 
 DeviceArena::~DeviceArena() {
-  // A quarantined arena keeps its memory for the life of the process: that is its purpose.
-  if (quarantined_) return;
+  // A quarantined arena keeps its memory for the life of the process: that is its purpose. A forked child has no
+  // device memory to free.
+  if (quarantined_ || guard_.in_child()) return;
   for (Pending& p : pending_) {
     driver().event_synchronize(p.event);
     drop(p);
   }
   for (Segment& s : segments_) nccl().free(s.base);
-  drop_pending();
+  if (new_segment_.base) nccl().free(new_segment_.base);
 }
 
 void DeviceArena::quarantine() {
@@ -47,40 +48,54 @@ std::string DeviceArena::allocate(int64_t bytes) {
   return "";
 }
 
-void DeviceArena::drop_pending() {
+void DeviceArena::drop_pending(NcclComm comm) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (new_segment_.window) nccl().window_deregister(comm, new_segment_.window);
   if (new_segment_.base) nccl().free(new_segment_.base);
   new_segment_ = Segment();
 }
 
-void DeviceArena::register_pending(NcclComm comm) {
-  Segment segment;
+// Without the lock across NCCL's calls, which wait for peers: a storage may be released meanwhile.
+std::string DeviceArena::register_pending(NcclComm comm) {
+  std::byte* base;
+  int64_t bytes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::swap(segment, new_segment_);
+    base = new_segment_.base;
+    bytes = new_segment_.bytes;
   }
-  check_nccl(nccl().window_register(comm, segment.base, static_cast<size_t>(segment.bytes), &segment.window,
-                                    kWindowCollectiveSymmetric),
-             "ncclCommWindowRegister", comm);
-  if (!segment.window) {
-    nccl().free(segment.base);
-    throw Error(ErrorKind::driver,
-                "tide: ncclCommWindowRegister gave no window: these GPUs cannot address each other's memory");
-  }
-  for (int peer = 0; peer < world_; ++peer) {
-    void* address = segment.base;
-    if (peer != rank_) {
-      check_nccl(nccl().peer_pointer(segment.window, 0, peer, &address), "ncclGetPeerDevicePointer", comm);
-      if (!address) {
-        throw Error(ErrorKind::driver, "tide: ncclGetPeerDevicePointer gave no address for rank " +
-                                           std::to_string(peer) + ": it is not on this NVLink domain");
+  NcclWindow window = nullptr;
+  std::vector<std::byte*> peers;
+  std::string problem;
+  try {
+    check_nccl(nccl().window_register(comm, base, static_cast<size_t>(bytes), &window, kWindowCollectiveSymmetric),
+               "ncclCommWindowRegister", comm);
+    if (!window) problem = "ncclCommWindowRegister gave no window: these GPUs cannot address each other's memory";
+    for (int peer = 0; peer < world_ && problem.empty(); ++peer) {
+      void* address = base;
+      if (peer != rank_) {
+        check_nccl(nccl().peer_pointer(window, 0, peer, &address), "ncclGetPeerDevicePointer", comm);
       }
+      if (!address) {
+        problem = "ncclGetPeerDevicePointer gave no address for rank " + std::to_string(peer) +
+                  ": it is not on this NVLink domain";
+      }
+      peers.push_back(static_cast<std::byte*>(address));
     }
-    segment.peers.push_back(static_cast<std::byte*>(address));
+  } catch (const Error& error) {
+    problem = error.what();
   }
-  segment.ranges.grow(segment.bytes);
   std::lock_guard<std::mutex> lock(mutex_);
-  segments_.push_back(std::move(segment));
+  new_segment_.window = window;
+  new_segment_.peers = std::move(peers);
+  return problem;
+}
+
+void DeviceArena::commit_pending() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  new_segment_.ranges.grow(new_segment_.bytes);
+  segments_.push_back(std::move(new_segment_));
+  new_segment_ = Segment();
 }
 
 std::optional<Window> DeviceArena::acquire(int64_t bytes, std::string* why) {
@@ -126,7 +141,8 @@ void DeviceArena::deregister(NcclComm comm) {
 
 void DeviceArena::collect_finished() {
   for (auto it = pending_.begin(); it != pending_.end();) {
-    if (driver().event_query(it->event) == kNotReady) {
+    // Any other answer but success says nothing about the event: whoever gets the range waits for it.
+    if (driver().event_query(it->event) != 0) {
       ++it;
       continue;
     }

@@ -2,7 +2,7 @@
 //
 // A segment is one ncclMemAlloc allocation and one window, never one window per parameter. Offsets carry the
 // segment in their upper bits, so an offset published by one rank means the same segment on every other. Growth is
-// collective and therefore explicit (grow()); acquire() never allocates. Freed ranges come back with the event of
+// collective and therefore explicit (allocate() and what follows it); acquire() never allocates. Freed ranges come back with the event of
 // the stream that last used them; whoever gets such a range waits for it on its own stream.
 #pragma once
 
@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../fork_guard.h"
 #include "../range_allocator.h"
 #include "../transport.h"
 #include "driver.h"
@@ -26,10 +27,11 @@ class DeviceArena : public Arena {
   ~DeviceArena() override;
 
   // Collective, in three steps that the caller puts host exchanges between, so that one rank's failure is every
-  // rank's: allocate locally ("" or why not), then either register on all or drop on all.
+  // rank's: allocate locally, register together (both: "" or why not), then either commit on all or drop on all.
   std::string allocate(int64_t bytes);
-  void register_pending(NcclComm comm);
-  void drop_pending();
+  std::string register_pending(NcclComm comm);
+  void commit_pending();
+  void drop_pending(NcclComm comm);
 
   std::optional<Window> acquire(int64_t bytes, std::string* why) override;
   void release(const Window& window) override;  // nothing on the device uses it any more
@@ -71,6 +73,7 @@ class DeviceArena : public Arena {
   void collect_finished();  // with the lock held
 
   const int rank_, world_;
+  const ForkGuard guard_;
   mutable std::mutex mutex_;
   std::vector<Segment> segments_;
   std::list<Pending> pending_;

@@ -1,9 +1,11 @@
 #include "backend_cuda.h"
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -20,20 +22,29 @@ c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(device);
 }
 
+cuda::Stream handle(const c10::Stream& stream) {
+  return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStreamNativeHandle(stream);
+}
+
 EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Stream, kChannels> streams,
-                             std::function<void(const std::string&)> on_timeout,
-                             std::shared_ptr<cuda::CudaTransport>* made) {
+                             std::function<void(const std::string&)> on_timeout) {
   EngineOptions result;
   cuda::CudaOptions cuda;
   cuda.shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
   cuda.staging_bytes = options.cuda_staging_bytes;
   cuda.accumulate_ctas = static_cast<int>(options.accumulate_ctas);
   cuda.streams = streams;
+  cuda.timeout = options.timeout;
   cuda.on_timeout = std::move(on_timeout);
-  result.connect = [cuda, made, use = options.cuda](const Speaker& who, Bootstrap& bootstrap) -> Connection {
+  cuda.free_cached_memory = [] {
+    try {
+      c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache();
+    } catch (const std::exception&) {  // an allocator that cannot; the ranks hear that there is no memory
+    }
+  };
+  result.connect = [cuda, use = options.cuda](const Speaker& who, Bootstrap& bootstrap) -> Connection {
     if (!use) return {nullptr, "CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"};
     cuda::CudaResult connected = cuda::connect_cuda(who, bootstrap, cuda);
-    *made = connected.transport;
     return {connected.transport, connected.reason};
   };
   result.device = Device::cuda;
@@ -43,26 +54,61 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
   return result;
 }
 
+// Gives a slot back when its last storage lets go, on whichever thread that happens. What this thread's current
+// stream has been given by now is the last that reads the slot. Never throws: a destructor calls it.
+class SlotRelease {
+ public:
+  SlotRelease(std::shared_ptr<cuda::CudaTransport> transport, Window window, at::Device device)
+      : transport_(std::move(transport)), window_(window), device_(device), owner_(getpid()) {}
+
+  void operator()(void*) const {
+    if (owner_ != getpid()) return;
+    try {
+      const c10::DeviceGuard guard(device_);
+      // Also makes the device's context current, which the driver's own calls need.
+      auto last_use = std::make_shared<c10::Event>(c10::DeviceType::CUDA);
+      last_use->record(current_stream(device_));
+      // An all-gather whose result nobody waited for may still be writing.
+      transport_->note_use(Channel::all_gather, window_);
+      transport_->device_arena().release_behind(window_, last_use->eventId(), last_use);
+    } catch (const std::exception&) {
+      // The device is lost or the process is ending: nobody will ask for the range again.
+    }
+  }
+
+ private:
+  std::shared_ptr<cuda::CudaTransport> transport_;
+  Window window_;
+  at::Device device_;
+  pid_t owner_;
+};
+
 }  // namespace
 
 CudaSide::CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const BackendOptions& options, at::Device device)
     : device_(device) {
   c10::DeviceGuard guard(device_);
   if (cuda::driver().problem.empty()) {
+    // A call of the runtime makes the device's context and gives it to this thread.
+    c10::Event(c10::DeviceType::CUDA).record(current_stream());
+    cuda::check(cuda::driver().get_context(&context_), "cuCtxGetCurrent");
     for (cuda::Stream& s : streams_) {
       cuda::check(cuda::driver().stream_create(&s, cuda::kStreamNonBlocking, kHighPriority), "cuStreamCreateWithPriority");
     }
   }
-  auto on_timeout = [this, raise = options.raise_on_timeout](const std::string& text) {
+  // The transport, and with it this function, may outlive both this object and the engine.
+  auto known = std::make_shared<std::weak_ptr<Engine>>();
+  auto on_timeout = [known, raise = options.raise_on_timeout](const std::string& text) {
     if (raise) {
-      engine_->abort(text);
+      if (auto engine = known->lock()) engine->abort(text);
       return;
     }
     std::fprintf(stderr, "%s\ntide ends this process: nothing may run on what did not arrive.\n", text.c_str());
     std::fflush(stderr);
     std::abort();
   };
-  engine_ = std::make_shared<Engine>(who, std::move(bootstrap), engine_options(options, streams_, on_timeout, &transport_));
+  engine_ = std::make_shared<Engine>(who, std::move(bootstrap), engine_options(options, streams_, on_timeout));
+  *known = engine_;
 }
 
 CudaSide::~CudaSide() {
@@ -70,10 +116,26 @@ CudaSide::~CudaSide() {
   // The streams stay: outputs may still be recorded on them. A group has four, and the process few groups.
 }
 
+// Before any call of the driver: a thread that has made no call of the runtime yet has no context.
+void CudaSide::enter() {
+  if (context_) cuda::bind_context(context_);
+}
+
 bool CudaSide::connect() {
   c10::DeviceGuard guard(device_);
+  enter();
+  if (context_) refuse_capture(handle(current_stream()), "connect");
   engine_->connect();
   return engine_->shared_memory().first;
+}
+
+void CudaSide::abort(const std::string& reason) {
+  auto transport = std::static_pointer_cast<cuda::CudaTransport>(engine_->transport());
+  engine_->abort(reason);
+  if (!transport) return;
+  c10::DeviceGuard guard(device_);
+  enter();
+  transport->give_up(reason);
 }
 
 c10::Stream CudaSide::current_stream() const { return tide::current_stream(device_); }
@@ -84,48 +146,55 @@ c10::Stream CudaSide::stream(Channel channel) const {
                      reinterpret_cast<c10::StreamId>(streams_[static_cast<size_t>(channel)]));
 }
 
+// Before anything of tide's joins the capture, which would end it with an error of its own.
+void CudaSide::refuse_capture(cuda::Stream stream, const std::string& call) {
+  int capturing = 0;
+  cuda::check(cuda::driver().stream_is_capturing(stream, &capturing), "cuStreamIsCapturing");
+  if (capturing == 0) return;
+  fail(ErrorKind::usage, engine_->speaker(), call,
+       "called while a CUDA graph is captured; tide's calls wait on the host and cannot be captured; capture the "
+       "compute between collectives, or set TIDE_CUDA_TRANSPORT=0");
+}
+
 void CudaSide::before(Channel channel) {
+  refuse_capture(handle(current_stream()), to_string(channel));
   c10::Event ready(c10::DeviceType::CUDA);
   ready.record(current_stream());
   ready.block(stream(channel));
-  int capturing = 0;
-  cuda::check(cuda::driver().stream_is_capturing(streams_[static_cast<size_t>(channel)], &capturing),
-              "cuStreamIsCapturing");
-  if (capturing != 0) {
-    fail(ErrorKind::usage, engine_->speaker(), to_string(channel),
-         "called while a CUDA graph is captured; tide's calls wait on the host and cannot be captured; capture the "
-         "compute between collectives, or set TIDE_CUDA_TRANSPORT=0");
-  }
 }
 
-c10::Event CudaSide::after(Channel channel, const std::vector<at::Tensor>& reads) {
+void CudaSide::record(Channel channel, const std::vector<at::Tensor>& touched) {
+  for (const at::Tensor& t : touched) t.record_stream(stream(channel));
+}
+
+c10::Event CudaSide::after(Channel channel, const std::vector<at::Tensor>& touched) {
+  record(channel, touched);
   c10::Event done(c10::DeviceType::CUDA);
   done.record(stream(channel));
-  for (const at::Tensor& t : reads) t.record_stream(stream(channel));
   return done;
 }
 
 std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, std::chrono::milliseconds timeout,
-                                         std::string* reason) {
+                                         const std::function<void()>& interrupted, std::string* reason) {
   if (!connect()) {
     *reason = engine_->shared_memory().second;
     return std::nullopt;
   }
   c10::DeviceGuard guard(device_);
-  const Wait wait{Clock::now() + timeout, nullptr, "slot"};
-  const auto window = transport_->slot(std::max<int64_t>(bytes, 1), current, wait, reason);
-  if (!window) return std::nullopt;
-  auto transport = transport_;
-  auto release = [transport, window = *window, device = device_](void*) {
-    // On the host, at the moment the last storage lets go: what this thread's current stream has been given by now
-    // is the last that reads the slot.
-    auto last_use = std::make_shared<c10::Event>(c10::DeviceType::CUDA);
-    last_use->record(tide::current_stream(device));
-    // An all-gather whose result nobody waited for may still be writing.
-    transport->note_use(Channel::all_gather, window);
-    transport->device_arena().release_behind(window, last_use->eventId(), last_use);
+  refuse_capture(current, "slot");
+  // Growth is collective, so slots are asked for in one order.
+  Lane& lane = engine_->lane(Channel::memory);
+  const uint64_t ticket = lane.take_ticket();
+  const Wait wait{Clock::now() + timeout, interrupted, "slot #" + std::to_string(ticket)};
+  std::shared_ptr<cuda::CudaTransport> transport;
+  std::optional<Window> window;
+  const auto ask = [&] {
+    transport = std::static_pointer_cast<cuda::CudaTransport>(engine_->transport());
+    window = transport->slot(std::max<int64_t>(bytes, 1), current, wait, reason);
   };
-  return at::from_blob(transport->device_arena().address(*window), {bytes}, release,
+  lane.run(ticket, [&] { engine_->guarded(wait.call, ask); }, interrupted);
+  if (!window) return std::nullopt;
+  return at::from_blob(transport->device_arena().address(*window), {bytes}, SlotRelease(transport, *window, device_),
                        at::TensorOptions().dtype(at::kByte).device(device_), device_);
 }
 

@@ -1,7 +1,7 @@
 // The CUDA half of the backend: joins the caller's streams to the channels' streams and back.
 //
 // A call is over for the host when it is enqueued. The channel's stream waits for the caller's current stream, the
-// caller's stream (or Work.wait) waits for the channel's. Everything the channel reads is recorded on its stream, so
+// caller's stream (or Work.wait) waits for the channel's. Everything the channel touches is recorded on its stream, so
 // that the caching allocator does not hand it out again before that.
 #pragma once
 
@@ -24,28 +24,43 @@ class CudaSide {
   at::Device device() const { return device_; }
   c10::Stream current_stream() const;
   c10::Stream stream(Channel channel) const;
-  bool connect();  // whether tide carries CUDA calls of this group
+  // Whether tide carries CUDA calls of this group. Raises while a CUDA graph is captured.
+  bool connect();
 
   // Runs `body` (which enqueues on the channel's stream) between the two joins.
   template <typename Body>
-  c10::Event enqueue(Channel channel, const std::vector<at::Tensor>& reads, Body body) {
+  c10::Event enqueue(Channel channel, const std::vector<at::Tensor>& touched, Body body) {
     before(channel);
-    body();
-    return after(channel, reads);
+    try {
+      body();
+    } catch (...) {
+      record(channel, touched);  // part of it may be on the stream
+      throw;
+    }
+    return after(channel, touched);
   }
 
   std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, std::chrono::milliseconds timeout,
-                                 std::string* reason);
+                                 const std::function<void()>& interrupted, std::string* reason);
+  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, std::chrono::milliseconds timeout,
+                                 std::string* reason) {
+    return slot(bytes, current_stream, timeout, nullptr, reason);
+  }
   void shutdown() { engine_->shutdown(); }
+  // The caller gives the group up: waits on the device end, and what they guarded is garbage.
+  void abort(const std::string& reason);
 
  private:
+  void enter();
+  void refuse_capture(cuda::Stream stream, const std::string& call);
   void before(Channel channel);
-  c10::Event after(Channel channel, const std::vector<at::Tensor>& reads);
+  void record(Channel channel, const std::vector<at::Tensor>& touched);
+  c10::Event after(Channel channel, const std::vector<at::Tensor>& touched);
 
   at::Device device_;
+  void* context_ = nullptr;
   std::array<cuda::Stream, kChannels> streams_{};
   std::shared_ptr<Engine> engine_;
-  std::shared_ptr<cuda::CudaTransport> transport_;
 };
 
 // Complete for the host when the call is on its stream; wait() orders the current stream behind it.

@@ -112,6 +112,9 @@ class AllGatherSeam:
         gathered = all_gather_result.gathered
         if gathered is None:
             raise RuntimeError(f"tide: copy-out of {plan.label} without an all-gather; unshard it first")
+        if plan.device.type == "cuda":
+            # Where there was no slot it is the caching allocator's, made on the copy-in stream and read on this one.
+            gathered.record_stream(torch.cuda.current_stream(plan.device))
         repoint = _C.repoint
         for p, (offset, nbytes, numel) in zip(fsdp_params, plan.places, strict=True):
             if p.all_gather_outputs:

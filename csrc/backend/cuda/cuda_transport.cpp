@@ -105,6 +105,8 @@ CudaTransport::CudaTransport(const Speaker& who, ShmResult control, const CudaOp
     options_.on_timeout(text);
     give_up(text);
   };
+  // Only now: the journal that peers print says "in progress" as long as the device is at it.
+  callbacks.finished = [this](Channel channel, uint64_t sequence) { control_->complete(channel, sequence); };
   callbacks.release = [this] { return release_waits(); };
   watchdog_ = std::make_unique<Watchdog>(std::move(callbacks));
 }
@@ -215,7 +217,6 @@ void CudaTransport::complete(Channel channel, uint64_t sequence) {
     deadline = calls_[static_cast<size_t>(channel)].deadline;
   }
   watchdog_->watch(channel, sequence, record(stream(channel)), deadline);
-  control_->complete(channel, sequence);
 }
 
 std::byte* CudaTransport::address(int rank, int64_t offset, int64_t bytes) {
@@ -340,6 +341,7 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool lat
     return who_.prefix(name) + "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
            "while the other ranks are at: " + missing.str() + "; look at the rank that is behind";
   }
+  std::map<int, std::string> owed, lost_peers;
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     for (const auto& [key, value] : awaited_) {
@@ -348,11 +350,16 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool lat
       // In this order: a rank that leaves in good order has set all its flags before it is seen to leave.
       const std::string lost = tables_->lost(peer);
       if (tables_->flag_word(who_.rank, of, flag, peer).load() >= value) continue;
-      note(missing, tables_->last_calls(peer) + " owes its " + to_string(flag) + " flag");
-      if (!lost.empty()) note(gone, lost);
+      owed[peer] += (owed[peer].empty() ? "" : ", ") + std::string(to_string(flag));
+      if (!lost.empty()) lost_peers[peer] = lost;
     }
   }
-  if (!gone.str().empty()) return who_.prefix(name) + gone.str() + " while the device waits: " + missing.str();
+  for (const auto& [peer, flags] : owed) note(missing, tables_->last_calls(peer) + " owes its flags: " + flags);
+  for (const auto& [peer, lost] : lost_peers) note(gone, lost);
+  // Without the number: calls that are over may not be known to be.
+  if (!gone.str().empty()) {
+    return who_.prefix(to_string(channel)) + gone.str() + " while the device waits: " + missing.str();
+  }
   if (!late) return "";
   if (missing.str().empty()) missing << "every flag has arrived; this rank's own stream is behind";
   return who_.prefix(name) + "not over at its deadline: " + missing.str() +

@@ -108,6 +108,7 @@ std::string Watchdog::drop_finished() {
       continue;
     }
     driver().event_destroy(it->event);
+    callbacks_.finished(it->channel, it->sequence);
     it = entries_.erase(it);
   }
   return failure;

@@ -25,6 +25,7 @@ class Watchdog {
     // must not be "". `failure`: what the driver said, or "".
     std::function<std::string(Channel channel, uint64_t sequence, bool late, const std::string& failure)> diagnose;
     std::function<void(const std::string&)> report;
+    std::function<void(Channel channel, uint64_t sequence)> finished;
     // Ends the device's waits; false when there is nothing left to end. Called every 100 ms after keep_releasing().
     std::function<bool()> release;
   };

@@ -1,0 +1,399 @@
+// The CUDA transport and the engine on a fake driver and a fake NCCL, ranks as processes: results, order, memory.
+// `test_cuda_transport CASE` runs one case; exit code 0 is success.
+#include "cuda_rank.h"
+
+namespace tide::test {
+namespace {
+
+// All-gathers into slots that are given back after each call, so that the next call meets them while peers may still
+// be reading. Shards are put in place and results are read on the caller's stream, never by the host.
+struct Gather {
+  CudaRank& rank;
+  std::shared_ptr<const ParameterLayout> layout;
+  std::shared_ptr<std::atomic<int>> wrong = std::make_shared<std::atomic<int>>(0);
+
+  uint16_t* place(uint16_t* output, size_t parameter, int r) const {
+    return output + layout->gathered_offset(parameter) + r * layout->shard_numel(parameter);
+  }
+
+  void call(int number, bool placed) {
+    const Window window = rank.slot(layout->total_gathered_numel() * 2);
+    std::byte* memory = rank.transport()->device_arena().address(window);
+    auto* output = reinterpret_cast<uint16_t*>(memory);
+    auto shard = std::make_shared<Words>(static_cast<size_t>(layout->total_shard_numel()));
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      for (size_t p = 0; p < layout->parameters(); ++p) {
+        for (int64_t i = 0; i < layout->shard_numel(p); ++i) {
+          const int64_t at = layout->shard_offset(p) + i;
+          (*shard)[static_cast<size_t>(at)] = value(rank.rank(), at, number);
+          if (placed) place(output, p, rank.rank())[i] = value(rank.rank(), at, number);
+        }
+      }
+    });
+    const Selection selection = rank.run(rank.all_gather(layout, memory, placed ? nullptr : shard.get()));
+    check(selection.path == Path::zero_copy, selection.reason);
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      (void)shard;  // read until here
+      for (int r = 0; r < rank.world(); ++r) {
+        for (size_t p = 0; p < layout->parameters(); ++p) {
+          for (int64_t i = 0; i < layout->shard_numel(p); ++i) {
+            *wrong += place(output, p, r)[i] != value(r, layout->shard_offset(p) + i, number);
+          }
+        }
+      }
+    });
+    rank.release(window);
+  }
+
+  void finish() {
+    cuda::driver().stream_synchronize(rank.caller());
+    check(*wrong == 0, std::to_string(*wrong) + " elements are wrong");
+  }
+};
+
+std::shared_ptr<const ParameterLayout> slot_layout(int world, std::vector<int64_t> shards) {
+  return std::make_shared<ParameterLayout>(world, std::move(shards), std::vector<int64_t>(), 256);
+}
+
+void gather_many(int rank, int world, const std::string& directory) {
+  {
+    CudaRank me(rank, world, directory);
+    me.connect();
+    int number = 0;
+    for (const auto& shards : std::vector<std::vector<int64_t>>{{1}, {3, 1, 4097, 2}, {70000, 5}, {8, 8, 8, 8, 8, 8, 8}}) {
+      Gather gather{me, slot_layout(world, shards)};
+      for (int i = 0; i < 12; ++i) gather.call(++number, i % 3 != 0);
+      gather.finish();
+    }
+    const auto transport = me.transport();
+    check(transport->device_arena().bytes_in_use() == (2 << 20), "only staging is in use");
+  }
+  check_nothing_left();
+}
+
+void all_gather() {
+  for (const int world : {2, 3}) {
+    run_ranks(world, [&](int rank, const std::string& directory) {
+      FakeDriver::get().jitter_us = 300;
+      gather_many(rank, world, directory);
+      check(FakeDriver::get().batches > 0, "copies went in batches");
+    });
+  }
+}
+
+// Drivers without batches; and every stream of a rank in one queue.
+void all_gather_in_one_queue() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().merged = true;
+    FakeDriver::get().has_batches = false;
+    gather_many(rank, 3, directory);
+    check(FakeDriver::get().batches == 0, "no batches");
+  });
+}
+
+// Gradients with padding on the last rank, in chunks that cut through parameters.
+struct Scatter {
+  CudaRank& rank;
+  ElementType in, out;
+  double scale;
+  std::shared_ptr<const ParameterLayout> layout;
+  std::shared_ptr<std::atomic<int>> wrong = std::make_shared<std::atomic<int>>(0);
+
+  // Bytes of element i of parameter p of `r`'s gradients.
+  float contribution(int r, size_t p, int64_t i, int number) const {
+    return widen(value(r, static_cast<int64_t>(p) * 100000 + i, number));
+  }
+  void put(std::byte* to, int64_t i, ElementType type, float number) const {
+    if (type == ElementType::bf16) {
+      reinterpret_cast<uint16_t*>(to)[i] = narrow(number);
+    } else {
+      reinterpret_cast<float*>(to)[i] = number;
+    }
+  }
+
+  void call(int number) {
+    using Bytes = std::vector<std::byte>;
+    auto gradients = std::make_shared<std::vector<Bytes>>();
+    auto output = std::make_shared<Bytes>(static_cast<size_t>(layout->total_shard_numel() * element_size(out)));
+    CollectiveCall call;
+    Request& q = call.request = rank.request(Channel::reduce_scatter, in, out);
+    for (size_t p = 0; p < layout->parameters(); ++p) {
+      gradients->emplace_back(static_cast<size_t>(layout->numel(p) * element_size(in)));
+      call.buffers.inputs.push_back(gradients->back().data());
+    }
+    for (size_t p = 0; p < layout->parameters(); ++p) call.buffers.inputs[p] = (*gradients)[p].data();
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      for (size_t p = 0; p < layout->parameters(); ++p) {
+        for (int64_t i = 0; i < layout->numel(p); ++i) {
+          put((*gradients)[p].data(), i, in, contribution(rank.rank(), p, i, number));
+        }
+      }
+    });
+    q.numel = layout->total_shard_numel();
+    q.layout = layout;
+    q.separate_inputs = true;
+    q.reduction = Reduction::sum;
+    q.scale = scale;
+    call.buffers.output = output->data();
+    const Selection selection = rank.run(call);
+    check(selection.path == Path::staged, selection.reason);
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      (void)gradients;
+      for (size_t p = 0; p < layout->parameters(); ++p) {
+        for (int64_t i = 0; i < layout->shard_numel(p); ++i) {
+          const int64_t at = rank.rank() * layout->shard_numel(p) + i;
+          float sum = 0;
+          for (int r = 0; r < rank.world() && at < layout->numel(p); ++r) {
+            sum = r == 0 ? contribution(r, p, at, number) : sum + contribution(r, p, at, number);
+          }
+          Bytes expected(4);
+          put(expected.data(), 0, out, sum * static_cast<float>(scale));
+          const std::byte* got = output->data() + (layout->shard_offset(p) + i) * element_size(out);
+          *wrong += std::memcmp(got, expected.data(), static_cast<size_t>(element_size(out))) != 0;
+        }
+      }
+    });
+  }
+
+  void finish() {
+    cuda::driver().stream_synchronize(rank.caller());
+    check(*wrong == 0, std::to_string(*wrong) + " elements are wrong");
+  }
+};
+
+std::shared_ptr<const ParameterLayout> gradient_layout(int world, const std::vector<int64_t>& numels) {
+  std::vector<int64_t> shards;
+  for (const int64_t n : numels) shards.push_back((n + world - 1) / world);
+  return std::make_shared<ParameterLayout>(world, shards, numels, 1);
+}
+
+void scatter_many(int rank, int world, const std::string& directory) {
+  {
+    Settings settings;
+    settings.staging_bytes = 64 << 10;  // several chunks a call
+    CudaRank me(rank, world, directory, settings);
+    me.connect();
+    int number = 0;
+    const std::pair<ElementType, ElementType> types[] = {{ElementType::bf16, ElementType::f32},
+                                                         {ElementType::f32, ElementType::f32},
+                                                         {ElementType::bf16, ElementType::bf16}};
+    for (const auto& [in, out] : types) {
+      for (const auto& numels : std::vector<std::vector<int64_t>>{{1}, {7, 30001, 2, 5003}, {90000}}) {
+        Scatter scatter{me, in, out, 1.0 / world, gradient_layout(world, numels)};
+        for (int i = 0; i < 4; ++i) scatter.call(++number);
+        scatter.finish();
+      }
+    }
+  }
+  check_nothing_left();
+}
+
+void reduce_scatter() {
+  for (const int world : {2, 3}) {
+    run_ranks(world, [&](int rank, const std::string& directory) {
+      FakeDriver::get().jitter_us = 200;
+      scatter_many(rank, world, directory);
+    });
+  }
+}
+
+void reduce_scatter_in_one_queue() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().merged = true;
+    scatter_many(rank, 3, directory);
+  });
+}
+
+// As in a backward pass: gathers of the next layer between reductions of the last one, each rank at its own pace.
+void both_at_once(int world) {
+  run_ranks(world, [&](int rank, const std::string& directory) {
+    FakeDriver::get().jitter_us = 200 * (rank + 1);
+    {
+      Settings settings;
+      settings.staging_bytes = 32 << 10;
+      CudaRank me(rank, world, directory, settings);
+      me.connect();
+      Gather gather{me, slot_layout(world, {700, 3, 2000})};
+      Scatter scatter{me, ElementType::bf16, ElementType::f32, 0.5, gradient_layout(world, {9001, 33})};
+      for (int i = 1; i <= 25; ++i) {
+        gather.call(i, true);
+        scatter.call(i);
+      }
+      gather.finish();
+      scatter.finish();
+    }
+    check_nothing_left();
+  });
+}
+
+void overlap() {
+  both_at_once(2);
+  both_at_once(3);
+}
+
+// Two groups of the same ranks, used by turns.
+void two_groups() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    FakeDriver::get().jitter_us = 200;
+    const std::string other = directory + "/other";
+    std::filesystem::create_directories(other);
+    {
+      CudaRank first(rank, 2, directory), second(rank, 2, other);
+      first.connect();
+      second.connect();
+      Gather one{first, slot_layout(2, {500, 40})}, two{second, slot_layout(2, {77})};
+      for (int i = 1; i <= 20; ++i) {
+        one.call(i, true);
+        two.call(i, true);
+      }
+      one.finish();
+      two.finish();
+    }
+    check_nothing_left();
+  });
+}
+
+// Storages may outlive their group: the memory goes with the last of them, and can be read until then.
+void storage_outlives_group() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    std::shared_ptr<cuda::CudaTransport> transport;
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      const Window window = me.slot(5 << 20);
+      transport = me.transport();
+      std::byte* memory = transport->device_arena().address(window);
+      FakeDriver::launch(me.caller(), [memory] { memory[(5 << 20) - 1] = std::byte{7}; });
+      me.engine().shutdown();
+      check(FakeNccl::get().windows == 0 && FakeNccl::get().communicators == 0, "windows and communicator are gone");
+      check(FakeNccl::get().allocations == 2, "memory is still there");
+      cuda::Event last_use = nullptr;
+      cuda::driver().event_create(&last_use, 0);
+      cuda::driver().event_record(last_use, me.caller());
+      transport->note_use(Channel::all_gather, window);
+      transport->device_arena().release_behind(window, last_use, nullptr);
+      cuda::driver().event_synchronize(last_use);
+      check(memory[(5 << 20) - 1] == std::byte{7}, "the memory can be read");
+      transport.reset();
+    }
+    check_nothing_left();
+  });
+}
+
+// Reshard is a rank's own business, so free lists differ: whoever has no room makes all grow, and offsets may differ.
+void uneven_free_lists() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 3, directory);
+      me.connect();
+      std::vector<Window> kept;
+      Gather gather{me, slot_layout(3, {5000, 11})};
+      for (int i = 1; i <= 12; ++i) {
+        if (i % 3 == rank) kept.push_back(me.slot(400000));
+        if (i % 3 != rank) me.release(me.slot(400000));
+        gather.call(i, true);
+      }
+      gather.finish();
+      for (const Window& window : kept) me.release(window);
+    }
+    check_nothing_left();
+  });
+}
+
+// A call that one rank cannot make: all hear of it, nothing moves, the group goes on.
+void bad_call_of_one_rank() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      Gather gather{me, slot_layout(2, {900})};
+      gather.call(1, true);
+      const Window window = me.slot(gather.layout->total_gathered_numel() * 2);
+      CollectiveCall call = me.all_gather(gather.layout, me.transport()->device_arena().address(window), nullptr);
+      if (rank == 1) call.problem = "sizes do not fit";
+      Error error = caught([&] { me.run(call); });
+      check(error.kind() == ErrorKind::usage, error.what());
+      check_contains(error.what(), "sizes do not fit");
+      me.release(window);
+
+      std::string why;
+      error = caught([&] { me.slot(rank == 1 ? 4096 : 8192, &why); });
+      check(error.kind() == ErrorKind::usage, error.what());
+      check_contains(error.what(), "ranks asked for slots of different sizes; got");
+      for (int i = 2; i < 6; ++i) gather.call(i, true);
+      gather.finish();
+      check(me.transport()->arena()->bytes_in_use() == (2 << 20), "no slot is lost");
+    }
+    check_nothing_left();
+  });
+}
+
+// A graph that another thread captures must not be broken by the watchdog's look at its events.
+void capture_elsewhere() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      Gather gather{me, slot_layout(2, {900})};
+      gather.call(1, true);
+      FakeDriver::get().captured = true;
+      const auto end = Clock::now() + 10s;
+      while (me.transport()->watchdog().outstanding() > 0 && Clock::now() < end) std::this_thread::sleep_for(10ms);
+      check(me.transport()->watchdog().outstanding() == 0, "the watchdog still sees calls end");
+      FakeDriver::get().captured = false;
+      gather.finish();
+    }
+    check_nothing_left();
+  });
+}
+
+// A child that was forked from a rank owns nothing of it: no call of the driver, no thread to wait for.
+void forked_child() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      Gather gather{me, slot_layout(2, {900})};
+      gather.call(1, true);
+      gather.finish();
+      auto engine = me.shared_engine();
+      auto transport = me.transport();
+      const pid_t child = start_rank(rank, [&] {
+        const int before = FakeDriver::get().calls;
+        transport->abort("child");
+        transport->close("child");
+        auto* last = new std::shared_ptr<cuda::CudaTransport>(transport);
+        delete last;
+        check(FakeDriver::get().calls == before, "no call of the driver");
+        std::string why;
+        const Error error = caught([&] { transport->slot(64, me.caller(), within(1s), &why); });
+        check_contains(error.what(), "before fork()");
+      });
+      check(wait_rank(child, 20s) == 0, "the child ends well");
+      for (int i = 2; i < 5; ++i) gather.call(i, true);
+      gather.finish();
+    }
+    check_nothing_left();
+  });
+}
+
+const std::map<std::string, void (*)()> kCases{{"all_gather", all_gather},
+                                               {"all_gather_in_one_queue", all_gather_in_one_queue},
+                                               {"bad_call_of_one_rank", bad_call_of_one_rank},
+                                               {"capture_elsewhere", capture_elsewhere},
+                                               {"forked_child", forked_child},
+                                               {"overlap", overlap},
+                                               {"reduce_scatter", reduce_scatter},
+                                               {"reduce_scatter_in_one_queue", reduce_scatter_in_one_queue},
+                                               {"storage_outlives_group", storage_outlives_group},
+                                               {"two_groups", two_groups},
+                                               {"uneven_free_lists", uneven_free_lists}};
+
+}  // namespace
+}  // namespace tide::test
+
+int main(int argc, char** argv) {
+  int code = 0;
+  tide::test::run_case(tide::test::kCases, argc, argv, &code);
+  return code;
+}

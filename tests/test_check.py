@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,19 @@ def test_the_worst_line_decides() -> None:
     assert check.worst([]) == "fine"
     assert check.worst([line("fine"), line("degraded"), line("fine")]) == "degraded"
     assert check.worst([line("degraded"), line("unusable")]) == "unusable"
+
+
+def test_a_missing_module_is_unusable_in_words(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns("_C*", "_build.py", "__pycache__")
+    shutil.copytree(ROOT / "tide_backend", tmp_path / "tide_backend", ignore=ignore)
+    done = subprocess.run(
+        [sys.executable, "-m", "tide_backend.check"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "unusable  extension" in done.stdout and "-> build it: pip install --no-build-isolation" in done.stdout

@@ -12,18 +12,31 @@ Importing starts no process group, opens no CUDA context and loads no NCCL.
 
 from __future__ import annotations
 
+import sys
+
 from .errors import CollectiveTimeoutError, DriverError, PeerError, TideError, UsageError
 from .registration import load_extension, register
 
-_C = load_extension()
 
-Options = _C.Options
-ParameterLayout = _C.ParameterLayout
-apply_layout = _C.apply_layout
+def _is_check() -> bool:
+    """Whether this is ``python -m tide_backend.check``, which has to say what is wrong with a build."""
+    arguments = sys.orig_argv
+    return "-m" in arguments[:-1] and arguments[arguments.index("-m") + 1] == "tide_backend.check"
 
-from .report import report  # noqa: E402  (needs _C)
 
-register()
+try:
+    _C = load_extension()
+except ImportError:
+    if not _is_check():
+        raise
+else:
+    Options = _C.Options
+    ParameterLayout = _C.ParameterLayout
+    apply_layout = _C.apply_layout
+
+    from .report import report
+
+    register()
 
 __all__ = [
     "CollectiveTimeoutError",

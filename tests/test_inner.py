@@ -18,6 +18,9 @@ from ranks import run_ranks
 
 import tide_backend
 
+# Older ones raise for every backend that is not called gloo.
+MONITORED = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 14)
+
 
 def row(rank: int, n: int = 5) -> np.ndarray:
     return np.arange(n, dtype=np.float32) + 10 * rank
@@ -66,7 +69,8 @@ def collectives(rank: int, world: int) -> None:
     dist.reduce_scatter(value, [own + q for q in range(world)])
     expect(value, sum(rows) + world * rank, "reduce_scatter of a list")
     dist.barrier()
-    dist.monitored_barrier()
+    if MONITORED:
+        dist.monitored_barrier()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -83,15 +83,9 @@ def _create(opts: Any, pg_options: Any) -> Any:
     pg_options.global_ranks_in_group = list(opts.global_ranks_in_group)
     pg_options._timeout = opts.timeout
 
-    # Not `opts` itself: it holds the process group, which holds the backend, which holds this function.
-    plain = opts.store, opts.group_rank, opts.group_size, opts.timeout
-
-    def inner(device: str) -> Any:
-        return _inner_backend(device, *plain)
-
     # Each group has keys of its own in the store, so that a restart or a second group never meets them.
     store = dist.PrefixStore("tide/", opts.store)
-    backend = _C.TideBackend(store, opts.group_rank, opts.group_size, pg_options, inner)
+    backend = _C.TideBackend(store, opts.group_rank, opts.group_size, pg_options, _inner_backend)
     # gloo connects all pairs when it is made, so that happens here, where every rank is: a first use by two ranks
     # of four (send and recv) could not make it.
     backend.connect_inner("cpu")

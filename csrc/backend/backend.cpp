@@ -5,6 +5,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "shm_transport.h"
 #include "work.h"
 
@@ -67,6 +69,7 @@ std::string shape(const at::Tensor& t) {
 TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                          c10::intrusive_ptr<BackendOptions> options, InnerFactory make_inner, Interrupted interrupted)
     : c10d::Backend(rank, size),
+      store_(store),
       options_(std::move(options)),
       make_inner_(std::move(make_inner)),
       interrupted_(std::move(interrupted)),
@@ -101,7 +104,9 @@ CudaSide* TideBackend::cuda_side(at::Device device) {
   return cuda_.get();
 }
 
-c10::intrusive_ptr<c10d::Backend::Options> TideBackend::getBackendOptions() { return options_; }
+c10::intrusive_ptr<c10d::Backend::Options> TideBackend::getBackendOptions() {
+  return c10::make_intrusive<BackendOptions>(*options_);
+}
 
 void TideBackend::check_process(const char* what) const {
   if (owner_ == getpid()) return;
@@ -117,7 +122,16 @@ std::chrono::milliseconds TideBackend::timeout_or_default(std::chrono::milliseco
 const TideBackend::InnerPtr& TideBackend::inner(c10::DeviceType device) {
   std::lock_guard<std::mutex> lock(inner_mutex_);
   InnerPtr& backend = inner_[device];
-  if (!backend) backend = make_inner_(c10::DeviceTypeName(device, /*lower_case=*/true));
+  if (!backend) {
+    backend = make_inner_(c10::DeviceTypeName(device, /*lower_case=*/true), store_, getRank(), getSize(),
+                          options_->timeout);
+    if (bound_device_id_ && bound_device_id_->type() == device) backend->setBoundDeviceId(bound_device_id_);
+  }
+  if (coalescing_ && backend->supportsCoalescing() &&
+      std::find(coalescing_inner_.begin(), coalescing_inner_.end(), backend) == coalescing_inner_.end()) {
+    backend->startCoalescing();
+    coalescing_inner_.push_back(backend);
+  }
   return backend;
 }
 
@@ -321,7 +335,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
     if (applied) return gather_by_packing(backend, output, input, *applied, opts);
     return backend._allgather_base(output, input, opts);
   };
-  return side ? issue_cuda(*side, std::move(issue)) : this->issue(std::move(issue));
+  if (side) return issue_cuda(*side, std::move(issue));
+  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
 }
 
 namespace {
@@ -446,7 +461,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
     }
     return backend._reduce_scatter_base(output, input, opts);
   };
-  return side ? issue_cuda(*side, std::move(issue)) : this->issue(std::move(issue));
+  if (side) return issue_cuda(*side, std::move(issue));
+  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
 }
 
 namespace {
@@ -516,7 +532,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
   issue.inner = [this, output, input, out_splits, in_splits, opts]() mutable {
     return inner(c10::DeviceType::CPU)->alltoall_base(output, input, out_splits, in_splits, opts);
   };
-  return this->issue(std::move(issue));
+  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
 }
 
 }  // namespace tide

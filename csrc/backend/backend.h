@@ -21,7 +21,9 @@ namespace tide {
 class TideBackend : public c10d::Backend {
  public:
   using InnerPtr = c10::intrusive_ptr<c10d::Backend>;
-  using InnerFactory = std::function<InnerPtr(const std::string& device_type)>;
+  using InnerFactory =
+      std::function<InnerPtr(const std::string& device_type, const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                             int size, std::chrono::milliseconds timeout)>;
   using Interrupted = std::function<void()>;
 
   TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<BackendOptions> options,
@@ -29,6 +31,7 @@ class TideBackend : public c10d::Backend {
   ~TideBackend() override;
 
   const std::string getBackendName() const override { return "tide"; }
+  // A copy: PyTorch before 2.14 writes a split group's name and timeout into what it gets here.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions();
 
   // The three collectives that tide carries.
@@ -74,6 +77,27 @@ class TideBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& o) override;
   void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) override;
+#ifdef C10D_BACKEND_HAS_HOOKS
+  c10::intrusive_ptr<c10d::Work> gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                                                    const c10d::GatherOptions& o) override;
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
+
+  // Groups, coalescing and memory, in backend_groups.cpp.
+  bool supportsSplitting() const override { return true; }
+  // The group of `ranks` (of this group); null on ranks that are not among them. Every rank of this group calls it.
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // Calls between the two start at once, as outside; endCoalescing returns one handle for those on CPU tensors and
+  // for what the inner backend coalesced, null when there was none.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  // CPU: a slot of the arena (collective at a group's first call); without one, ordinary memory and a warning.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls_; }
   void setTimeout(std::chrono::milliseconds timeout);
@@ -116,14 +140,28 @@ class TideBackend : public c10d::Backend {
   Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
   at::Tensor repaired(const at::Tensor& tensor, Issue& issue) const;
   at::Tensor repaired_output(at::Tensor& output, Issue& issue) const;
+  // `work` once more, remembered while calls are coalesced.
+  c10::intrusive_ptr<c10d::Work> noted(c10::DeviceType device, c10::intrusive_ptr<c10d::Work> work);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds given) const;
   void check_process(const char* what) const;
+  void run_abort_hooks();
 
+  c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<BackendOptions> options_;
   InnerFactory make_inner_;
   Interrupted interrupted_;
   std::mutex inner_mutex_;
   std::map<c10::DeviceType, InnerPtr> inner_;
+  bool coalescing_ = false;                        // with inner_mutex_, as the next two
+  std::vector<InnerPtr> coalescing_inner_;         // inner backends that coalesce until endCoalescing
+  std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;
+  // PyTorch splits once per device type; both get the same child. By group name.
+  std::map<std::string, c10::weak_intrusive_ptr<c10d::Backend>> children_;
+  uint64_t splits_ = 0;
+#ifdef C10D_BACKEND_HAS_HOOKS
+  std::mutex hooks_mutex_;
+  std::map<int64_t, c10d::AbortHook> abort_hooks_;
+#endif
   std::shared_ptr<Bootstrap> cuda_bootstrap_;
   std::shared_ptr<Engine> engine_;
   std::mutex cuda_mutex_;

@@ -1,4 +1,6 @@
 // What tide leaves to the inner backend of the tensors' device, and the calls built from the three it carries.
+#include <torch/version.h>
+
 #include "backend.h"
 #include "work.h"
 
@@ -67,72 +69,106 @@ WorkPtr TideBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::
 
 WorkPtr TideBackend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& o) {
   check_process("broadcast");
-  return inner(device_of(tensors))->broadcast(tensors, o);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->broadcast(tensors, o));
 }
 
 WorkPtr TideBackend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& o) {
   check_process("all_reduce");
-  return inner(device_of(tensors))->allreduce(tensors, o);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->allreduce(tensors, o));
 }
 
 WorkPtr TideBackend::allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& o) {
-  return inner(device_of(tensors))->allreduce_sparse(tensors, o);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->allreduce_sparse(tensors, o));
 }
 
 WorkPtr TideBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& o) {
-  return inner(device_of(tensors))->allreduce_coalesced(tensors, o);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->allreduce_coalesced(tensors, o));
 }
 
 WorkPtr TideBackend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& o) {
-  return inner(device_of(tensors))->reduce(tensors, o);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->reduce(tensors, o));
 }
 
 WorkPtr TideBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                                const c10d::AllgatherOptions& o) {
   check_process("all_gather");
-  return inner(device_of(outputs, inputs))->allgather(outputs, inputs, o);
+  const auto device = device_of(outputs, inputs);
+  return noted(device, inner(device)->allgather(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
                                          std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& o) {
-  return inner(device_of(outputs, inputs))->allgather_coalesced(outputs, inputs, o);
+  const auto device = device_of(outputs, inputs);
+  return noted(device, inner(device)->allgather_coalesced(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                             const c10d::GatherOptions& o) {
-  return inner(device_of(outputs, inputs))->gather(outputs, inputs, o);
+  const auto device = device_of(outputs, inputs);
+  return noted(device, inner(device)->gather(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                              const c10d::ScatterOptions& o) {
-  return inner(device_of(inputs, outputs))->scatter(outputs, inputs, o);
+  const auto device = device_of(inputs, outputs);
+  return noted(device, inner(device)->scatter(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                                     const c10d::ReduceScatterOptions& o) {
-  return inner(device_of(inputs, outputs))->reduce_scatter(outputs, inputs, o);
+  const auto device = device_of(inputs, outputs);
+  return noted(device, inner(device)->reduce_scatter(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
   check_process("send");
-  return inner(device_of(tensors))->send(tensors, to, tag);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->send(tensors, to, tag));
 }
 
 WorkPtr TideBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
   check_process("recv");
-  return inner(device_of(tensors))->recv(tensors, from, tag);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->recv(tensors, from, tag));
 }
 
 WorkPtr TideBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
-  return inner(device_of(tensors))->recvAnysource(tensors, tag);
+  const auto device = device_of(tensors);
+  return noted(device, inner(device)->recvAnysource(tensors, tag));
 }
 
 WorkPtr TideBackend::barrier(const c10d::BarrierOptions& o) {
   check_process("barrier");
   auto device = o.device ? o.device->type() : c10::DeviceType::CPU;
   if (!o.device_ids.empty()) device = c10::DeviceType::CUDA;
-  return inner(device)->barrier(o);
+  return noted(device, inner(device)->barrier(o));
 }
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+WorkPtr TideBackend::gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& o) {
+  check_process("gather_into_tensor");
+  std::vector<std::vector<at::Tensor>> outputs;
+  if (getRank() == o.rootRank) {
+    TORCH_CHECK(output.is_contiguous() && output.numel() == input.numel() * getSize() &&
+                    output.scalar_type() == input.scalar_type(),
+                "tide: gather_into_tensor: got an output of ", output.numel(), " elements of ", output.scalar_type(),
+                output.is_contiguous() ? "" : ", not contiguous", "; expected ", input.numel() * getSize(),
+                " contiguous elements of ", input.scalar_type(), " (input times ", getSize(), " ranks)");
+    outputs.emplace_back();
+    const at::Tensor flat = output.view({-1});
+    for (int r = 0; r < getSize(); ++r) {
+      outputs[0].push_back(flat.narrow(0, r * input.numel(), input.numel()).view(input.sizes()));
+    }
+  }
+  std::vector<at::Tensor> inputs{input};
+  return gather(outputs, inputs, o);
+}
+#endif
 
 void TideBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) {
   inner(c10::DeviceType::CPU)->monitoredBarrier(o, wait_all_ranks);
@@ -141,12 +177,13 @@ void TideBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_
 void TideBackend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
   std::lock_guard<std::mutex> lock(inner_mutex_);
-#ifdef C10D_BACKEND_HAS_HOOKS
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13  // gloo has none before
   for (auto& [device, backend] : inner_) backend->setTimeout(timeout);
 #endif
 }
 
 void TideBackend::abort() {
+  run_abort_hooks();
   const std::string reason = "the process group was aborted on rank " + std::to_string(getRank());
   engine_->abort(reason);
   {

@@ -55,9 +55,10 @@ c10::intrusive_ptr<TideBackend> make_backend(const c10::intrusive_ptr<c10d::Stor
     py::gil_scoped_acquire gil;
     delete f;
   });
-  auto make_inner = [held](const std::string& device) {
+  auto make_inner = [held](const std::string& device, const c10::intrusive_ptr<c10d::Store>& from, int of_rank,
+                           int of_size, std::chrono::milliseconds timeout) {
     py::gil_scoped_acquire gil;
-    return (*held)(device).cast<c10::intrusive_ptr<c10d::Backend>>();
+    return (*held)(device, from, of_rank, of_size, timeout).cast<c10::intrusive_ptr<c10d::Backend>>();
   };
   return c10::make_intrusive<TideBackend>(store, rank, size, options, make_inner, raise_if_interrupted);
 }
@@ -106,6 +107,9 @@ py::list totals(TideBackend& self) {
 void bind_backend(py::module_& m) {
   py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>, c10d::Backend::Options>(m, "Options")
       .def(py::init<>())
+      .def("__copy__", [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
+      .def("__deepcopy__",
+           [](const BackendOptions& self, const py::dict&) { return c10::make_intrusive<BackendOptions>(self); })
       .def_readwrite("arena_bytes", &BackendOptions::arena_bytes)
       .def_readwrite("staging_bytes", &BackendOptions::staging_bytes)
       .def_readwrite("handshake_seconds", &BackendOptions::handshake_seconds)
@@ -139,6 +143,9 @@ void bind_backend(py::module_& m) {
           },
           py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, NoGil())
       .def("in_arena", &TideBackend::in_arena)
+      // torch.distributed calls it on ranks outside a new subgroup when splitting is supported; tide's groups need
+      // nothing from those.
+      .def("perform_nocolor_split", [](TideBackend&, const py::object&) {}, py::arg("device"))
       .def(
           "arena_bytes",
           [](TideBackend& self, const std::string& device) -> std::pair<int64_t, int64_t> {

@@ -2,10 +2,23 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <system_error>
+#include <thread>
+
 namespace tide {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 namespace {
 constexpr auto kTick = std::chrono::milliseconds(100);
+
+void settle(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs, const std::exception_ptr& error) {
+  if (error) {
+    future.setError(error);
+  } else {
+    future.markCompleted(c10::IValue(outputs));
+  }
+}
 }
 
 Work::Work(int rank, c10d::OpType op, std::vector<at::Tensor> outputs, uint64_t sequence,
@@ -13,16 +26,34 @@ Work::Work(int rank, c10d::OpType op, std::vector<at::Tensor> outputs, uint64_t 
     : c10d::Work(rank, op),
       outputs_(std::move(outputs)),
       sequence_(sequence),
-      interrupted_(std::move(interrupted)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+      interrupted_(std::move(interrupted)) {}
 
 void Work::finish_call(std::exception_ptr error) {
-  finish(error);
-  if (error) {
-    future_->setError(error);
-  } else {
-    future_->markCompleted(c10::IValue(outputs_));
+  FuturePtr future;
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    over_ = true;
+    error_ = error;
+    future = future_;
   }
+  finish(error);
+  if (!future) return;
+  // The lane's thread runs this; a callback that awaits a later call of the lane would keep it from ever starting.
+  auto complete = [future, error, outputs = outputs_] { settle(*future, outputs, error); };
+  try {
+    std::thread(complete).detach();
+  } catch (const std::system_error&) {
+    complete();
+  }
+}
+
+FuturePtr Work::getFuture() {
+  std::lock_guard<std::mutex> lock(future_mutex_);
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (over_) settle(*future_, outputs_, error_);
+  }
+  return future_;
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {

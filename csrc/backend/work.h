@@ -18,14 +18,18 @@ class Work : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   std::vector<at::Tensor> result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  // Callbacks run on a thread of their own, so that they may issue and await further calls.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return sequence_; }
 
  private:
   std::vector<at::Tensor> outputs_;
   uint64_t sequence_;
   std::function<void()> interrupted_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
+  bool over_ = false;
+  std::exception_ptr error_;
 };
 
 // Several handles as one, for the coalesced calls.

@@ -1,0 +1,123 @@
+// Groups made from this one, calls issued as one, memory for callers, hooks.
+#include <ATen/Context.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+
+#include "backend.h"
+#include "work.h"
+
+namespace tide {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+c10::intrusive_ptr<c10d::Backend> TideBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  check_process("split");
+  const auto given = c10::dynamic_intrusive_pointer_cast<BackendOptions>(opts);
+  if (!given) {
+    fail(ErrorKind::usage, engine_->speaker(), "split",
+         "got options of backend \"" + (opts ? opts->backend : std::string("none")) +
+             "\", expected tide_backend.Options; pass that, or none");
+  }
+  const uint64_t number = splits_++;
+  const auto place = std::find(ranks.begin(), ranks.end(), getRank());
+  if (place == ranks.end()) return nullptr;
+  if (const auto child = children_.find(given->group_name); child != children_.end()) {
+    if (auto alive = child->second.lock(); alive.defined()) return alive;
+  }
+
+  auto options = c10::make_intrusive<BackendOptions>(*given);
+  options->global_ranks_in_group.clear();
+  for (const int r : ranks) {
+    const auto& global = options_->global_ranks_in_group;  // empty: the default group
+    options->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(r)
+                                                            : global.at(static_cast<size_t>(r)));
+  }
+  // PyTorch may give a later split the name of one that is gone; the number keeps their keys apart.
+  auto own = c10::make_intrusive<c10d::PrefixStore>("tide-split-" + std::to_string(number) + "/", store);
+  auto made = c10::make_intrusive<TideBackend>(own, static_cast<int>(place - ranks.begin()),
+                                               static_cast<int>(ranks.size()), options, make_inner_, interrupted_);
+  made->inner(c10::DeviceType::CPU);  // gloo connects all pairs when it is made: here, where every member is
+  children_.insert_or_assign(given->group_name, c10::weak_intrusive_ptr<c10d::Backend>(made));
+  return made;
+}
+
+WorkPtr TideBackend::noted(c10::DeviceType device, WorkPtr work) {
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  if (coalescing_ && work && device == c10::DeviceType::CPU) coalesced_.push_back(work);
+  return work;
+}
+
+void TideBackend::startCoalescing() {
+  check_process("startCoalescing");
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  coalescing_ = true;
+}
+
+WorkPtr TideBackend::endCoalescing() {
+  std::vector<WorkPtr> works;
+  std::vector<InnerPtr> inner;
+  {
+    std::lock_guard<std::mutex> lock(inner_mutex_);
+    coalescing_ = false;
+    works.swap(coalesced_);
+    inner.swap(coalescing_inner_);
+  }
+  for (const auto& backend : inner) {
+    if (auto work = backend->endCoalescing()) works.push_back(std::move(work));
+  }
+  if (works.empty()) return nullptr;
+  if (works.size() == 1) return works.front();
+  return c10::make_intrusive<GroupWork>(getRank(), std::move(works), std::vector<at::Tensor>{});
+}
+
+// PyTorch passes the index alone; a CPU device has none.
+bool TideBackend::supportsTensorAlloc(c10::DeviceIndex index) {
+  if (index >= 0 && at::hasCUDA()) return inner(c10::DeviceType::CUDA)->supportsTensorAlloc(index);
+  return getSize() > 1 && options_->shared_memory;
+}
+
+at::Tensor TideBackend::allocateTensor(long size, at::TensorOptions options) {
+  TORCH_CHECK(size >= 0, "tide: allocate_tensor: got ", size, " elements, expected 0 or more");
+  if (!options.device().is_cpu()) return inner(options.device().type())->allocateTensor(size, options);
+  const auto type = c10::typeMetaToScalarType(options.dtype());
+  const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(type));
+  std::string reason;
+  const auto memory = slot(bytes, options.device(), nullptr, &reason);
+  if (memory) return memory->narrow(0, 0, bytes).view(type);
+  TORCH_WARN_ONCE("tide: allocate_tensor returns ordinary memory: ", reason);
+  return at::empty({size}, options);
+}
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void TideBackend::registerAbortHook(int64_t id, c10d::AbortHook hook) {
+  std::lock_guard<std::mutex> lock(hooks_mutex_);
+  abort_hooks_[id] = std::move(hook);
+}
+
+void TideBackend::unregisterAbortHook(int64_t id) {
+  std::lock_guard<std::mutex> lock(hooks_mutex_);
+  abort_hooks_.erase(id);
+}
+#endif
+
+void TideBackend::run_abort_hooks() {
+#ifdef C10D_BACKEND_HAS_HOOKS
+  std::map<int64_t, c10d::AbortHook> hooks;
+  {
+    std::lock_guard<std::mutex> lock(hooks_mutex_);
+    hooks = abort_hooks_;
+  }
+  for (const auto& [id, hook] : hooks) {
+    try {
+      hook();
+    } catch (const std::exception& error) {  // what it wanted to save is lost, the abort goes on
+      TORCH_WARN("tide: abort hook ", id, " failed: ", error.what());
+    }
+  }
+#endif
+}
+
+}  // namespace tide

@@ -143,6 +143,7 @@ void bind_backend(py::module_& m) {
           },
           py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, NoGil())
       .def("in_arena", &TideBackend::in_arena)
+      .def_property_readonly("options", &TideBackend::getBackendOptions)  // torch has it from 2.14 on
       // torch.distributed calls it on ranks outside a new subgroup when splitting is supported; tide's groups need
       // nothing from those.
       .def("perform_nocolor_split", [](TideBackend&, const py::object&) {}, py::arg("device"))

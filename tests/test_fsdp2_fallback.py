@@ -18,7 +18,6 @@ from fsdp2_fallback_cases import (
     no_slot,
     one_rank,
     slots_come_back,
-    tensor_parallel,
     unknown_fsdp2,
 )
 from ranks import run_ranks
@@ -56,10 +55,6 @@ def test_arena_too_small_for_a_slot() -> None:
 
 def test_slots_come_back() -> None:
     assert run_ranks(2, slots_come_back) == [None, None]
-
-
-def test_tensor_parallel_parameters() -> None:
-    assert run_ranks(4, tensor_parallel) == [None] * 4
 
 
 def fsdp2_modules() -> list[Any]:

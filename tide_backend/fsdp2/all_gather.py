@@ -1,13 +1,10 @@
 """FSDP2's all-gather on tide: shards are placed in a slot, gathered there, and the parameters point into it.
 
-Slot: parameter-contiguous, every parameter from a multiple of 512 bytes on. Parameter i takes
-``world * shard_i`` elements (dim 0 padded, as FSDP2 pads it); an unevenly sharded one is a prefix of its
-part.
+``gather_plan`` says where everything lies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,40 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
 
-from .. import _C, ParameterLayout, apply_layout
-from .eligibility import refuse_all_gather, refuse_call, refuse_device, refuse_memory, refuse_moving
-from .journal import ALL_GATHER, Reason, Row
-from .seams import WORLD_SIZE_1, GroupSeam, seam_of
+from .. import _C, apply_layout
+from .eligibility import is_extended, refuse_call, refuse_moving
+from .gather_plan import Plan, make_plan
+from .journal import ALL_GATHER, Reason
+from .seams import GroupSeam, seam_of
 
-SLOT_ALIGN = 512  # bytes: a 3-element shard must not misalign the parameters behind it
-
-
-@dataclass(slots=True)
-class Plan:
-    """How one parameter group is gathered over one process group.
-
-    ``avoided``: bytes that FSDP2's own path writes per call and this one does not. Its path writes, for S
-    shard elements of b bytes on W ranks, ``S*b`` (cast into a flat temporary, only with a ``param_dtype``),
-    ``S*b`` (copy-in) and ``W*S*b`` (``split_with_sizes_copy``); this one writes ``S*b``. So ``W*S*b``, plus
-    ``S*b`` with a cast. ``payload``: bytes of the gathered parameters, without the gaps between them.
-    """
-
-    group: dist.ProcessGroup
-    backend: Any
-    layout: Any
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int  # of the slot
-    split: list[int]  # elements: gap, shard, gap, shard, ..., gap; this rank's places in the slot
-    places: list[tuple[int, int, int]]  # per parameter: byte offset, bytes, elements
-    placeholder: torch.Tensor
-    label: str
-    input_dtypes: list[list[torch.dtype]]
-    input_numels: list[list[int]]
-    input_sizes: list[int]
-    payload: int
-    avoided: int
-    row: Row
+EXTENDED = object()  # in the place of a plan: it depends on what the extensions give
 
 
 class TideAllGatherResult(AllGatherResult):
@@ -91,7 +61,9 @@ class AllGatherSeam:
         backend = seam.backend(group, device)
         if backend is not None:
             seam.check_reduce_scatter()
-            plan, sources = self._plan(seam, fsdp_params, group, device, backend, all_gather_comm)
+            plan, sources = self._plan(
+                seam, fsdp_params, group, device, backend, all_gather_comm, all_gather_copy_in_stream
+            )
             if type(plan) is Plan:
                 return _gather(plan, sources, async_op, *streams, all_gather_comm)
             seam.fall_back(group, ALL_GATHER, plan)
@@ -116,11 +88,12 @@ class AllGatherSeam:
             # Where there was no slot it is the caching allocator's, made on the copy-in stream and read on this one.
             gathered.record_stream(torch.cuda.current_stream(plan.device))
         repoint = _C.repoint
-        for p, (offset, nbytes, numel) in zip(fsdp_params, plan.places, strict=True):
+        for p, places in zip(fsdp_params, plan.places, strict=True):
             if p.all_gather_outputs:
-                repoint(p.all_gather_outputs[0], gathered, offset, nbytes)
+                for output, (offset, nbytes, _, _) in zip(p.all_gather_outputs, places, strict=True):
+                    repoint(output, gathered, offset, nbytes)
             else:
-                p.all_gather_outputs = [_first_output(plan, gathered, offset, nbytes, numel)]
+                p.all_gather_outputs = [_first_output(gathered, *place) for place in places]
         all_gather_result.gathered = None  # from here on the parameters' storages hold the slot
         return None
 
@@ -132,6 +105,7 @@ class AllGatherSeam:
         device: torch.device,
         backend: Any,
         comm: Any,
+        copy_in_stream: Any,
     ) -> tuple[Plan | Reason, list[torch.Tensor]]:
         """The plan, with the shards to place; or the reason why PyTorch's own path serves this call."""
         reason = refuse_call() or refuse_moving(fsdp_params)
@@ -153,9 +127,40 @@ class AllGatherSeam:
         key = (group, seam.name, state, device, *((t.dtype, t.numel(), type(t)) for t in sources))
         plan = seam.all_gather_plans.get(key)
         if plan is None:
-            plan = make_plan(seam, fsdp_params, sources, group, device, backend)
+            if any(map(is_extended, fsdp_params)):
+                plan = EXTENDED
+            else:
+                plan = make_plan(seam, fsdp_params, [[t] for t in sources], group, device, backend)
             seam.all_gather_plans[key] = plan
+        if plan is EXTENDED:
+            if seam.refused_extension is not None:
+                # Without asking the extensions: PyTorch's own path asks them.
+                return seam.refused_extension, []
+            with _get_device_handle(device.type).stream(copy_in_stream):
+                inputs = [
+                    p.all_gather_inputs if is_extended(p) else [t] for p, t in zip(fsdp_params, sources, strict=True)
+                ]
+            return _plan_extended(key, seam, fsdp_params, inputs, group, device, backend)
         return plan, sources
+
+
+def _plan_extended(
+    key: Any,
+    seam: GroupSeam,
+    fsdp_params: list[Any],
+    inputs: list[list[torch.Tensor]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    backend: Any,
+) -> tuple[Plan | Reason, list[torch.Tensor]]:
+    """With ``fsdp_pre_all_gather`` extensions, which choose anew at every call what is gathered."""
+    key = (*key, *(tuple((t.dtype, t.numel(), type(t)) for t in own) for own in inputs))
+    plan = seam.all_gather_plans.get(key)
+    if plan is None:
+        plan = seam.all_gather_plans[key] = make_plan(seam, fsdp_params, inputs, group, device, backend)
+        if type(plan) is Reason:
+            seam.refused_extension = plan
+    return plan, [t for own in inputs for t in own]
 
 
 def _gather(
@@ -163,11 +168,16 @@ def _gather(
 ) -> TideAllGatherResult:
     device_handle = _get_device_handle(plan.device.type)
     with device_handle.stream(copy_in_stream):
-        slot, _ = plan.backend.slot(plan.nbytes, str(plan.device), stream_handle(plan.device))
+        slot, _ = plan.backend.slot(plan.nbytes, plan.device_text, stream_handle(plan.device))
         if slot is None:  # ordinary memory in the same layout: the whole call goes through staging
             slot = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
         gathered = slot.view(plan.dtype)
-        torch._foreach_copy_(gathered.split_with_sizes(plan.split)[1::2], sources)  # casts on the way
+        if plan.spots is None:
+            here: Any = gathered.split_with_sizes(plan.split)[1::2]
+        else:
+            here = [slot.view(dtype).as_strided(size, stride, first) for dtype, size, stride, first in plan.spots]
+            sources = [t.view(spot.shape) for t, spot in zip(sources, here, strict=True)]
+        torch._foreach_copy_(here, sources)  # casts on the way
     stream.wait_stream(copy_in_stream)
     with device_handle.stream(stream):
         apply_layout(gathered, plan.layout, placed=True, label=plan.label)
@@ -187,65 +197,16 @@ def _gather(
     return result
 
 
-def make_plan(
-    seam: GroupSeam,
-    fsdp_params: list[Any],
-    sources: list[torch.Tensor],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    backend: Any,
-) -> Plan | Reason:
-    """The plan for these parameters, or why PyTorch's own path serves them."""
-    world, rank = group.size(), group.rank()
-    if world == 1:
-        return WORLD_SIZE_1
-    reason = refuse_device(device) or refuse_memory(backend, device)
-    if reason is not None:
-        return reason
-    reason, dtype = refuse_all_gather(fsdp_params, sources, device, world)
-    if reason is not None:
-        return reason
-    shards = [t.numel() for t in sources]
-    itemsize = dtype.itemsize
-    layout = ParameterLayout(world, shards, None, SLOT_ALIGN // itemsize)
-    starts = list(layout.gathered_offsets)[: len(shards)]
-    total = layout.total_gathered_numel
-    split, end = [], 0
-    for start, shard in zip(starts, shards, strict=True):
-        mine = start + rank * shard
-        split += [mine - end, shard]
-        end = mine + shard
-    split.append(total - end)
-    shard_bytes = sum(shards) * itemsize
-    cast = any(p.param_dtype is not None for p in fsdp_params)
-    return Plan(
-        group=group,
-        backend=backend,
-        layout=layout,
-        dtype=dtype,
-        device=device,
-        nbytes=total * itemsize,
-        split=split,
-        places=[(o * itemsize, s * world * itemsize, s * world) for o, s in zip(starts, shards, strict=True)],
-        placeholder=torch.zeros(1, dtype=dtype, device=device).expand(sum(shards)),
-        label=seam.label,
-        input_dtypes=[[dtype] for _ in shards],
-        input_numels=[[s] for s in shards],
-        input_sizes=shards,
-        payload=world * shard_bytes,
-        avoided=world * shard_bytes + (shard_bytes if cast else 0),
-        row=seam.row(group, ALL_GATHER),
-    )
-
-
 def stream_handle(device: torch.device) -> int:
     """The current stream as the driver knows it; 0 on the CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def _first_output(plan: Plan, gathered: torch.Tensor, offset: int, nbytes: int, numel: int) -> torch.Tensor:
+def _first_output(
+    gathered: torch.Tensor, offset: int, nbytes: int, numel: int, dtype: torch.dtype
+) -> torch.Tensor:
     """A parameter's all-gather output, of the size FSDP2 would allocate but without ever allocating it."""
-    output = torch.empty(0, dtype=plan.dtype, device=plan.device)
+    output = torch.empty(0, dtype=dtype, device=gathered.device)
     _C.repoint(output, gathered, offset, nbytes)
     # Not resize_: under deterministic algorithms it may fill what it takes for fresh memory.
     output.set_(output.untyped_storage(), 0, (numel,), (1,))

@@ -34,11 +34,12 @@ RESULT_FIELDS = [
 PARAM_ATTRIBUTES = [
     "_module_info",
     "_orig_size",
+    "_sharded_local_tensor",
     "_sharded_param_data",
     "_sharded_post_forward_param_data",
+    "all_gather_inputs",
     "all_gather_outputs",
     "fsdp_placement",
-    "is_dtensor",
     "offload_to_cpu",
     "param_dtype",
     "sharded_state",

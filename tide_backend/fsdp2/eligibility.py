@@ -6,6 +6,7 @@ tide's layout while another uses PyTorch's.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from .journal import Reason
 DEVICE = Reason("device", "tide has paths for CPU and CUDA tensors; tensors on {} go to the inner backend")
 NO_KERNELS = Reason("no_cuda_kernels", "this build of tide has no CUDA kernels; build it where nvcc is found")
 FUNCTORCH = Reason("functorch", "a functorch transform is active")
+SMALLEST_ROW_BYTES = 1024  # of a row of a parameter that is not sharded on dim 0: one copy per rank and row
 COMPILED_AUTOGRAD = Reason("compiled_autograd", "compiled autograd records FSDP2's own operators")
 
 
@@ -64,49 +66,67 @@ def refuse_memory(backend: Any, device: torch.device) -> Reason | None:
     return None if shared else Reason("no_shared_memory", f"the group's ranks share no memory: {why}")
 
 
+def is_extended(p: Any) -> bool:
+    """Whether the parameter chooses itself what is gathered."""
+    return hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
 def refuse_all_gather(
-    fsdp_params: Sequence[Any], sources: Sequence[torch.Tensor], device: torch.device, world: int
-) -> tuple[Reason | None, torch.dtype]:
-    """Test the parameters themselves; ``sources`` are their local shards. Also returns the gathered dtype.
-
-    Conditions: every parameter is one plain tensor, sharded on dim 0, without all-gather extension
-    or offload, and all gathered values have one dtype.
-    """
-    dtype = fsdp_params[0].param_dtype or sources[0].dtype
-    for p, source in zip(fsdp_params, sources, strict=True):
-        reason = _refuse_parameter(p, source, device)
+    fsdp_params: Sequence[Any], sources: Sequence[Sequence[torch.Tensor]], device: torch.device
+) -> Reason | None:
+    """Test the parameters and what this rank contributes for each: its local shard, or what its extension gave."""
+    for p, own in zip(fsdp_params, sources, strict=True):
+        reason = _refuse_parameter(p, device)
+        for source in own:
+            reason = reason or _refuse_source(p, source, device)
         if reason is not None:
-            return reason, dtype
-        own = p.param_dtype or source.dtype
-        if own != dtype:
-            return Reason("mixed_dtype", f"parameters gather as {dtype} and as {own}"), dtype
-        outputs = p.all_gather_outputs
-        if outputs:
-            expected, got = (source.numel() * world, dtype), (outputs[0].numel(), outputs[0].dtype)
-            if len(outputs) != 1 or got != expected:
-                what = f"{_name(p)} was gathered as {got} before and is {expected} now"
-                return Reason("changed_parameter", what), dtype
-    return None, dtype
+            return reason
+    return None
 
 
-def _refuse_parameter(p: Any, source: Any, device: torch.device) -> Reason | None:
+def refuse_outputs(
+    fsdp_params: Sequence[Any], expected: Sequence[Sequence[tuple[int, torch.dtype]]]
+) -> Reason | None:
+    """Whether outputs that exist already are other ones than expected (elements and dtype, per parameter)."""
+    for p, want in zip(fsdp_params, expected, strict=True):
+        got = [(t.numel(), t.dtype) for t in p.all_gather_outputs]
+        if got and got != want:
+            return Reason("changed_parameter", f"{_name(p)} was gathered as {got} before and is {want} now")
+    return None
+
+
+def _refuse_parameter(p: Any, device: torch.device) -> Reason | None:
     name = _name(p)
     if p.offload_to_cpu:
         return Reason("cpu_offload", f"{name} is offloaded to the CPU")
-    if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather"):
-        return Reason("extension", f"{name} has an fsdp_pre_all_gather extension")
-    # The second and third exist from PyTorch 2.14 on.
-    spec = getattr(p, "_unsharded_dtensor_spec", None)
-    if p.is_dtensor or getattr(p, "is_spmd_types", False) or spec is not None:
-        return Reason("dtensor", f"{name} is a DTensor before FSDP2 shards it")
-    if p.fsdp_placement.dim != 0:
-        return Reason("shard_dim", f"{name} is sharded on dim {p.fsdp_placement.dim}")
+    if getattr(p, "is_spmd_types", False):  # PyTorch 2.14 and later
+        return Reason("spmd_types", f"{name} carries spmd_types annotations")
+    dim = p.fsdp_placement.dim
+    if dim == 0:
+        return None
+    if is_extended(p):
+        return Reason("extension", f"{name} has an fsdp_pre_all_gather extension and is sharded on dim {dim}")
+    if device.type != "cpu":
+        return Reason("shard_dim", f"{name} is sharded on dim {dim}, which would be one copy per row on a GPU")
+    if p.sharded_state.name != "SHARDED":
+        return Reason("shard_dim", f"{name} is sharded on dim {dim} and was resharded to a smaller group")
+    rows = math.prod(p._orig_size[:dim])
+    row = math.prod(p._orig_size[dim:]) * (p.param_dtype or p._sharded_param_data.dtype).itemsize
+    if row < SMALLEST_ROW_BYTES:
+        what = f"{name} is sharded on dim {dim} into {rows} rows of {row} bytes, fewer than {SMALLEST_ROW_BYTES}"
+        return Reason("shard_dim", what)
+    return None
+
+
+def _refuse_source(p: Any, source: Any, device: torch.device) -> Reason | None:
+    """``type(...) is``: what a subclass does when it is copied is not known here."""
+    what = f"what {_name(p)} gathers" if is_extended(p) else f"the local shard of {_name(p)}"
     if type(source) is not torch.Tensor:
-        return Reason("tensor_subclass", f"the local shard of {name} is a {type(source).__name__}")
+        return Reason("tensor_subclass", f"{what} is a {type(source).__name__}")
     if source.device != device:
-        return Reason("shard_device", f"the local shard of {name} lies on {source.device}")
+        return Reason("shard_device", f"{what} lies on {source.device}")
     if source.numel() == 0 or source.dim() != 1 or not source.is_contiguous():
-        return Reason("odd_shard", f"the local shard of {name} is not a non-empty contiguous 1-D tensor")
+        return Reason("odd_shard", f"{what} is not a non-empty contiguous 1-D tensor")
     return None
 
 

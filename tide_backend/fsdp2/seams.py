@@ -29,9 +29,10 @@ class GroupSeam:
     def __init__(self, fsdp_params: list[Any]) -> None:
         self._first = weakref.ref(fsdp_params[0])
         self._param_group: weakref.ref[Any] | None = None
-        self._backend: tuple[Any, torch.device, Any] | None = None
+        self._backends: dict[Any, Any] = {}
         self._rows: dict[Any, Row] = {}
         self._foreign_comm: Any = None
+        self.refused_extension: Reason | None = None  # what its extensions gather is not served
         self.all_gather_plans: dict[Any, Any] = {}
         self.reduce_scatter_plans: dict[Any, Any] = {}
 
@@ -61,16 +62,16 @@ class GroupSeam:
             return
         self._param_group = weakref.ref(param_group)
         self.all_gather_plans.clear()
+        self.refused_extension = None
         self.reduce_scatter_plans.clear()
 
     def backend(self, group: dist.ProcessGroup, device: torch.device) -> Any | None:
         """The tide backend behind ``group`` for ``device``; None if another backend serves it."""
-        known = self._backend
-        if known is not None and known[0] is group and known[1] == device:
-            return known[2]
-        backend = find_backend(group, device)
-        self._backend = (group, device, backend)
-        return backend
+        key = (group, device)
+        try:
+            return self._backends[key]
+        except KeyError:
+            return self._backends.setdefault(key, find_backend(group, device))
 
     def row(self, group: dist.ProcessGroup, op: str) -> Row:
         """The journal's row for tide's own path."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp2_contract_cases as cases
+import fsdp2_mesh_cases as meshes
 import pytest
 from ranks import run_ranks
 
@@ -41,3 +42,28 @@ def test_checkpoint_in_training(tmp_path: Path) -> None:
 
 def test_compiled_blocks() -> None:
     assert run_ranks(2, cases.compiled_blocks, timeout=150) == [None, None]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-reduced-in-bf16"])
+@pytest.mark.parametrize("factor", [300.0, 2.0])
+def test_divide_factor_in_one_and_two_dimensions(precision: str, factor: float) -> None:
+    assert run_ranks(4, meshes.divided, precision, factor) == [None] * 4
+
+
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_forced_sum(factor: float | None) -> None:
+    assert run_ranks(4, meshes.divided, "bf16", factor, True) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "case",
+    [meshes.forced_sum_as_on_gloo, meshes.slow_all_reduce, meshes.tensor_parallel, meshes.several_meshes],
+    ids=lambda case: case.__name__,
+)
+def test_four_ranks(case: Any) -> None:
+    assert run_ranks(4, case) == [None] * 4
+
+
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (4, "bf16")])
+def test_other_shard_dims(world: int, precision: str) -> None:
+    assert run_ranks(world, meshes.other_shard_dims, precision) == [None] * world

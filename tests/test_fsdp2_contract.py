@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp2_contract_cases as cases
+import fsdp2_extension_cases as extensions
 import fsdp2_mesh_cases as meshes
 import pytest
 from ranks import run_ranks
@@ -67,3 +68,13 @@ def test_four_ranks(case: Any) -> None:
 @pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (4, "bf16")])
 def test_other_shard_dims(world: int, precision: str) -> None:
     assert run_ranks(world, meshes.other_shard_dims, precision) == [None] * world
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_extensions(world: int) -> None:
+    assert run_ranks(world, extensions.extensions) == [None] * world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_dtypes_in_a_group(world: int) -> None:
+    assert run_ranks(world, extensions.several_dtypes) == [None] * world

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
 
-from .. import _C, apply_layout
+from .. import apply_layout
 from .eligibility import is_extended, refuse_call, refuse_moving
-from .gather_plan import Plan, make_plan
+from .gather_plan import Plan, make_plan, repoint, storage_in
 from .journal import ALL_GATHER, Reason
 from .seams import GroupSeam, seam_of
 
@@ -87,13 +87,12 @@ class AllGatherSeam:
         if plan.device.type == "cuda":
             # Where there was no slot it is the caching allocator's, made on the copy-in stream and read on this one.
             gathered.record_stream(torch.cuda.current_stream(plan.device))
-        repoint = _C.repoint
         for p, places in zip(fsdp_params, plan.places, strict=True):
             if p.all_gather_outputs:
                 for output, (offset, nbytes, _, _) in zip(p.all_gather_outputs, places, strict=True):
                     repoint(output, gathered, offset, nbytes)
             else:
-                p.all_gather_outputs = [_first_output(gathered, *place) for place in places]
+                p.all_gather_outputs = [storage_in(gathered, *place) for place in places]
         all_gather_result.gathered = None  # from here on the parameters' storages hold the slot
         return None
 
@@ -166,26 +165,17 @@ def _plan_extended(
 def _gather(
     plan: Plan, sources: list[torch.Tensor], async_op: bool, copy_in_stream: Any, stream: Any, comm: Any
 ) -> TideAllGatherResult:
-    device_handle = _get_device_handle(plan.device.type)
-    with device_handle.stream(copy_in_stream):
-        slot, _ = plan.backend.slot(plan.nbytes, plan.device_text, stream_handle(plan.device))
-        if slot is None:  # ordinary memory in the same layout: the whole call goes through staging
-            slot = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
-        gathered = slot.view(plan.dtype)
-        if plan.spots is None:
-            here: Any = gathered.split_with_sizes(plan.split)[1::2]
-        else:
-            here = [slot.view(dtype).as_strided(size, stride, first) for dtype, size, stride, first in plan.spots]
-            sources = [t.view(spot.shape) for t, spot in zip(sources, here, strict=True)]
-        torch._foreach_copy_(here, sources)  # casts on the way
-    stream.wait_stream(copy_in_stream)
-    with device_handle.stream(stream):
-        apply_layout(gathered, plan.layout, placed=True, label=plan.label)
-        # FSDP2's own object issues the public collective, which tools and tests count or patch.
-        work = comm(
-            output_tensor=gathered, input_tensor=plan.placeholder, group=plan.group, async_op=async_op
-        )
-        event = stream.record_event()
+    if plan.device.type == "cpu":  # whose streams are names only; entering them is not free
+        gathered = _place(plan, sources)
+        work = _call(plan, gathered, async_op, comm)
+    else:
+        device_handle = _get_device_handle(plan.device.type)
+        with device_handle.stream(copy_in_stream):
+            gathered = _place(plan, sources)
+        stream.wait_stream(copy_in_stream)
+        with device_handle.stream(stream):
+            work = _call(plan, gathered, async_op, comm)
+    event = stream.record_event()
     row = plan.row
     row.calls += 1
     row.bytes += plan.payload
@@ -197,17 +187,21 @@ def _gather(
     return result
 
 
+def _place(plan: Plan, sources: list[torch.Tensor]) -> torch.Tensor:
+    """The slot, with this rank's shards in it."""
+    slot, _ = plan.backend.slot(plan.nbytes, plan.device_text, stream_handle(plan.device))
+    if slot is None:  # ordinary memory in the same layout: the whole call goes through staging
+        slot = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
+    plan.place(slot, sources)
+    return slot.view(plan.dtype)
+
+
+def _call(plan: Plan, gathered: torch.Tensor, async_op: bool, comm: Any) -> Any:
+    apply_layout(gathered, plan.layout, placed=True, label=plan.label)
+    # FSDP2's own object issues the public collective, which tools and tests count or patch.
+    return comm(output_tensor=gathered, input_tensor=plan.placeholder, group=plan.group, async_op=async_op)
+
+
 def stream_handle(device: torch.device) -> int:
     """The current stream as the driver knows it; 0 on the CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _first_output(
-    gathered: torch.Tensor, offset: int, nbytes: int, numel: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """A parameter's all-gather output, of the size FSDP2 would allocate but without ever allocating it."""
-    output = torch.empty(0, dtype=dtype, device=gathered.device)
-    _C.repoint(output, gathered, offset, nbytes)
-    # Not resize_: under deterministic algorithms it may fill what it takes for fresh memory.
-    output.set_(output.untyped_storage(), 0, (numel,), (1,))
-    return output

@@ -21,10 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import ParameterLayout
+from .. import _C, ParameterLayout
 from .eligibility import refuse_all_gather, refuse_device, refuse_memory, refuse_outputs
 from .journal import ALL_GATHER, Reason, Row
 from .seams import WORLD_SIZE_1, GroupSeam
+
+repoint = _C.repoint
 
 SLOT_ALIGN = 512  # bytes: a 3-element shard must not misalign the parameters behind it
 
@@ -70,6 +72,42 @@ class Plan:
     payload: int
     avoided: int
     row: Row
+    # Views of this rank's places, made at the first call, and the tensor whose storage they share. That storage is
+    # pointed into the slot while the shards are placed: one step, where new views would be one per parameter.
+    base: torch.Tensor | None = None
+    here: list[torch.Tensor] | None = None
+
+    def place(self, slot: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        """Copy this rank's shards into the slot (uint8), casting on the way."""
+        base = self.base
+        if base is None:
+            base = self._make_views(slot)
+        else:
+            repoint(base, slot, 0, self.nbytes)
+        here = self.here
+        if self.spots is not None:
+            sources = [t.view(spot.shape) for t, spot in zip(sources, here, strict=True)]
+        torch._foreach_copy_(here, sources)
+        base.untyped_storage().resize_(0)  # the slot shall live as long as the parameters, not as the plan
+
+    def _make_views(self, slot: torch.Tensor) -> torch.Tensor:
+        # An inference tensor could not be written to later, outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self.base = storage_in(slot, 0, self.nbytes, self.nbytes, torch.uint8)
+            if self.spots is None:
+                self.here = list(self.base.view(self.dtype).split_with_sizes(self.split)[1::2])
+            else:
+                self.here = [self.base.view(t).as_strided(size, stride, at) for t, size, stride, at in self.spots]
+        return self.base
+
+
+def storage_in(base: torch.Tensor, offset: int, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor in ``base``'s memory whose own storage can be freed and re-pointed; nothing is allocated."""
+    tensor = torch.empty(0, dtype=dtype, device=base.device)
+    repoint(tensor, base, offset, nbytes)
+    # Not resize_: under deterministic algorithms it may fill what it takes for fresh memory.
+    tensor.set_(tensor.untyped_storage(), 0, (numel,), (1,))
+    return tensor
 
 
 def make_plan(

@@ -164,7 +164,7 @@ def several_meshes(rank: int, world: int) -> None:
 
 
 class Wide(nn.Module):
-    """Expert weights [3, 8, 256] and [3, 256, 8], a matrix [4, 512], and parameters for Shard(0) between them."""
+    """Expert weights [3, 8, 256] and [3, 256, 8], a matrix [4, 2048], and parameters for Shard(0) between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Wide(nn.Module):
         self.up = nn.Parameter(torch.randn(3, 8, 256) / 4)
         self.scale = nn.Parameter(torch.randn(5))
         self.down = nn.Parameter(torch.randn(3, 256, 8) / 16)
-        self.matrix = nn.Parameter(torch.randn(4, 512) / 8)
+        self.matrix = nn.Parameter(torch.randn(4, 2048) / 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.bmm(torch.bmm(x, self.up.to(x.dtype)).tanh(), self.down.to(x.dtype))

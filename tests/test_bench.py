@@ -167,3 +167,22 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as error:
         command.main(arguments)
     assert error.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def test_seam_measures_both_sides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "seam.json"
+    arguments = ["seam", "--ranks", "2", "--parameters", "3", "--numel", "7", "--repetitions", "6", "--json", str(file)]
+    assert command.main(arguments) == 0
+    assert "3 parameters of 7 elements" in capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["backend"] for row in rows] == ["tide", "gloo"]
+    for row in rows:
+        for key in ("forward", "copies", "backward"):
+            assert 0 < row[f"{key}_least_us"] <= row[f"{key}_us"] < row["whole_us"], row
+        assert row["copies_us"] < row["backward_us"], row
+
+
+def test_seam_is_for_cpu_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["seam", "--vs", "nccl"])
+    assert "seam measures CPU ranks" in capsys.readouterr().err

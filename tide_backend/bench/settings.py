@@ -11,7 +11,8 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Settings:
-    """sizes: bytes of the gathered (all-gather), unreduced (reduce-scatter) or whole (all-to-all) buffer."""
+    """sizes: bytes of the gathered (all-gather), unreduced (reduce-scatter) or whole (all-to-all) buffer.
+    parameters, numel (of each): of one FSDP2 parameter group, for the seam."""
 
     collective: str
     ranks: int = 4
@@ -20,6 +21,8 @@ class Settings:
     layout: str = "llama"
     repetitions: int = 15
     warmups: int = 3
+    parameters: int = 12
+    numel: int = 128
 
     @property
     def device(self) -> str:

@@ -59,6 +59,8 @@ class TideReduceScatter(DefaultReduceScatter):
         super().__init__()
         self._seam = seam
         self._pending: Pending | None = None
+        self._refusals: dict[Any, Reason | None] = {}  # by what cannot change for a group
+        self._zeros: dict[Any, torch.Tensor] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """First the input of a reduction, then its output; one that was given up in between is forgotten."""
@@ -74,7 +76,10 @@ class TideReduceScatter(DefaultReduceScatter):
             self._seam.fall_back(group, REDUCE_SCATTER, reason, numel * dtype.itemsize)
             return super().allocate(size, dtype=dtype, device=device)
         # Zero, because NaN checkers read it. FSDP2 keeps this tensor until a later group's backward.
-        placeholder = torch.zeros(1, dtype=dtype, device=device).expand(numel)
+        zero = self._zeros.get((dtype, device))
+        if zero is None:
+            zero = self._zeros[dtype, device] = torch.zeros(1, dtype=dtype, device=device)
+        placeholder = zero.expand(numel)
         setattr(placeholder, _ATTRIBUTE, self._pending)
         return placeholder
 
@@ -118,14 +123,22 @@ class TideReduceScatter(DefaultReduceScatter):
         backend = self._seam.backend(group, device)
         if backend is None:
             return None, None
-        if group.size() == 1:
-            return group, WORLD_SIZE_1
-        reason = refuse_device(device) or refuse_kernels(device) or refuse_call()
-        reason = reason or refuse_memory(backend, device)
-        if reason is None and dtype not in (torch.float32, torch.bfloat16):
-            what = f"gradients are reduced in {dtype}; tide reduces float32 and bfloat16"
-            reason = Reason("reduce_dtype", what)
-        return group, reason
+        reason = refuse_call()
+        if reason is not None:
+            return group, reason
+        key = (group, dtype, device)
+        if key not in self._refusals:
+            self._refusals[key] = _refuse_group(group, backend, dtype, device)
+        return group, self._refusals[key]
+
+
+def _refuse_group(group: dist.ProcessGroup, backend: Any, dtype: torch.dtype, device: torch.device) -> Reason | None:
+    if group.size() == 1:
+        return WORLD_SIZE_1
+    reason = refuse_device(device) or refuse_kernels(device) or refuse_memory(backend, device)
+    if reason is None and dtype not in (torch.float32, torch.bfloat16):
+        reason = Reason("reduce_dtype", f"gradients are reduced in {dtype}; tide reduces float32 and bfloat16")
+    return reason
 
 
 def copy_in_seam(stock_copy_in: Callable[..., None]) -> Callable[..., None]:

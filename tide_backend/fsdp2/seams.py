@@ -32,8 +32,10 @@ class GroupSeam:
         self._backends: dict[Any, Any] = {}
         self._rows: dict[Any, Row] = {}
         self._foreign_comm: Any = None
+        self._own_comm: Any = None
         self.refused_extension: Reason | None = None  # what its extensions gather is not served
         self.all_gather_plans: dict[Any, Any] = {}
+        self.last_plan: Any = None
         self.reduce_scatter_plans: dict[Any, Any] = {}
 
     @property
@@ -62,6 +64,7 @@ class GroupSeam:
             return
         self._param_group = weakref.ref(param_group)
         self.all_gather_plans.clear()
+        self.last_plan = None
         self.refused_extension = None
         self.reduce_scatter_plans.clear()
 
@@ -89,16 +92,16 @@ class GroupSeam:
 
     def check_reduce_scatter(self) -> None:
         """Give the group tide's reduce-scatter object if it holds PyTorch's default one, and only then."""
-        from .reduce_scatter import TideReduceScatter
-
         param_group = self.param_group
         if param_group is None:
             return
         comm = param_group._reduce_scatter_comm
-        if type(comm) is TideReduceScatter:
+        if comm is self._own_comm:
             return
+        from .reduce_scatter import TideReduceScatter
+
         if type(comm) is DefaultReduceScatter:
-            param_group._reduce_scatter_comm = TideReduceScatter(self)
+            self._own_comm = param_group._reduce_scatter_comm = TideReduceScatter(self)
             return
         # Its calls do not pass through the seam, so they are noted once, not counted.
         if comm is self._foreign_comm:

@@ -89,6 +89,16 @@ def cudart() -> Path:
     return places[0]
 
 
+def runtime_library() -> list[str]:
+    """The C++ library that torch has loaded, to be linked before the compiler's own choice.
+
+    A compiler that finds only a static one would put a second copy into the module, whose streams do not work beside
+    torch's.
+    """
+    maps = Path("/proc/self/maps").read_text().split() if sys.platform == "linux" else []
+    return sorted({word for word in maps if "/libstdc++.so.6" in word})[:1]
+
+
 class BuildAndStamp(cpp_extension.BuildExtension):
     """Leaves the torch version beside the module, so that a mismatch can be told in words before loading it."""
 
@@ -109,12 +119,13 @@ def main() -> None:
     # A fused multiply-add rounds once where the numerics contract rounds twice.
     cxx += ["-ffp-contract=off"]
     options = {"include_dirs": [str(ROOT / "csrc")], "extra_compile_args": {"cxx": cxx}}
+    options["extra_link_args"] = runtime_library()
     if cuda:
         sources += sorted(glob("csrc/kernels/*.cu", root_dir=ROOT))
         options["define_macros"] = [("TIDE_WITH_CUDA", "1")]
         # Kernels include no torch header.
         options["extra_compile_args"]["nvcc"] = ["-O3", "--fmad=false", "-std=c++17", *gencode(nvcc_version())]
-        options["extra_link_args"] = [str(cudart())]
+        options["extra_link_args"].append(str(cudart()))
         options["include_dirs"].append(str(Path(cpp_extension.CUDA_HOME) / "include"))
     # Not CUDAExtension: it links torch's CUDA libraries, which tide does not use, and a plain libcudart.
     extension = cpp_extension.CppExtension("tide_backend._C", sources, **options)

@@ -57,6 +57,7 @@ TABLES = [
     "nccl_errors",
     "nothing_there",
     "real_driver",
+    "second_library",
     "table_of_the_process",
     "versions",
 ]
@@ -65,10 +66,11 @@ CASES = [("test_cuda_transport", c) for c in TRANSPORT] + [("test_cuda_failure",
 # Stand-ins for libnccl.so.2: only what load_nccl() asks of them.
 NCCL = """
 #include <stdlib.h>
-int ncclGetVersion(int* version) { *version = %d; return 0; }
+int ncclGetVersion(int* version) { *version = %(version)d; return 0; }
+int tideTestGeneration(void) { return %(generation)d; }
 const char* ncclGetErrorString(int code) { return "error"; }
 const char* ncclGetLastError(void* comm) { return ""; }
-int ncclGetUniqueId(void* id) { return 0; }
+int ncclGetUniqueId(char* id) { id[0] = tideTestGeneration(); return 0; }
 int ncclCommInitRank() { return 0; }
 int ncclCommAbort(void* comm) { return 0; }
 int ncclMemAlloc(void** memory, size_t bytes) { *memory = malloc(bytes); return 0; }
@@ -77,9 +79,9 @@ int ncclCommWindowRegister() { return 0; }
 int ncclCommWindowDeregister() { return 0; }
 """
 LIBRARIES = {
-    "old": NCCL % 22809,
-    "incomplete": NCCL % 23203,
-    "good": NCCL % 23203 + "int ncclGetPeerDevicePointer() { return 0; }\n",
+    "old": NCCL % {"version": 22809, "generation": 1},
+    "incomplete": NCCL % {"version": 23203, "generation": 2},
+    "good": NCCL % {"version": 23203, "generation": 2} + "int ncclGetPeerDevicePointer() { return 0; }\n",
     "wrong": "int other(void) { return 0; }\n",
 }
 

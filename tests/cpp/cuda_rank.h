@@ -1,4 +1,5 @@
-// One rank of a group on the fake device: engine, transport, a stream of the caller's, and the calls that tests make.
+// One rank of a group on the fake device: engine, transport, two streams of the caller's (one fills slots, the other
+// computes), and the calls that tests make.
 // Included by one file of a test program: it brings the launcher that a build without CUDA has not.
 #pragma once
 
@@ -31,6 +32,7 @@ class CudaRank {
     FakeNccl::install(directory);
     for (cuda::Stream& stream : streams_) cuda::check(cuda::driver().stream_create(&stream, 1, -1), "stream");
     cuda::check(cuda::driver().stream_create(&caller_, 1, 0), "stream");
+    cuda::check(cuda::driver().stream_create(&copy_in_, 1, 0), "stream");
     cuda::CudaOptions options;
     options.shm.handshake_timeout = settings.handshake;
     options.timeout = settings.timeout;
@@ -56,6 +58,7 @@ class CudaRank {
     engine_.reset();
     for (cuda::Stream stream : streams_) cuda::driver().stream_destroy(stream);
     cuda::driver().stream_destroy(caller_);
+    cuda::driver().stream_destroy(copy_in_);
   }
 
   int rank() const { return rank_; }
@@ -63,6 +66,7 @@ class CudaRank {
   Engine& engine() { return *engine_; }
   std::shared_ptr<Engine> shared_engine() { return engine_; }
   cuda::Stream caller() const { return caller_; }
+  cuda::Stream copy_in() const { return copy_in_; }
   cuda::Stream stream(Channel channel) const { return streams_[static_cast<size_t>(channel)]; }
   std::shared_ptr<cuda::CudaTransport> transport() {
     return std::static_pointer_cast<cuda::CudaTransport>(engine_->transport());
@@ -76,7 +80,7 @@ class CudaRank {
   // Nothing when this rank has no memory; `why` then says so.
   std::optional<Window> slot(int64_t bytes, std::string* why) {
     std::optional<Window> window;
-    engine_->guarded("slot", [&] { window = transport()->slot(bytes, caller_, within(20s), why); });
+    engine_->guarded("slot", [&] { window = transport()->slot(bytes, copy_in_, within(20s), why); });
     return window;
   }
   Window slot(int64_t bytes) {
@@ -95,11 +99,11 @@ class CudaRank {
     transport->device_arena().release_behind(window, last_use, nullptr);
   }
 
-  // A call as the backend makes it: joined with the caller's stream on both sides.
+  // A call as the backend makes it: joined with the caller's streams on both sides.
   Selection run(const CollectiveCall& call, std::chrono::milliseconds timeout = 20s) {
     const Channel channel = call.request.op;
     const std::string name = std::string(to_string(channel)) + " #" + std::to_string(++calls_[channel]);
-    join(caller_, stream(channel));
+    join(channel == Channel::all_gather ? copy_in_ : caller_, stream(channel));
     Selection selection = engine_->run(call, within(timeout, name));
     join(stream(channel), caller_);
     return selection;
@@ -143,7 +147,7 @@ class CudaRank {
   const int rank_, world_;
   std::shared_ptr<FileBootstrap> bootstrap_;
   std::array<cuda::Stream, kChannels> streams_{};
-  cuda::Stream caller_ = nullptr;
+  cuda::Stream caller_ = nullptr, copy_in_ = nullptr;
   std::shared_ptr<Engine> engine_;
   std::map<Channel, int> calls_;
 };

@@ -1,6 +1,9 @@
 // The tables of driver and NCCL functions. `test_cuda_tables CASE [LIBRARIES...]`; the libraries are stand-ins that the
 // Python test has compiled: old, incomplete, wrong and good.
 #include "../../csrc/backend/cuda/nccl.h"
+
+#include <dlfcn.h>
+
 #include <map>
 
 #include "ranks.h"
@@ -38,6 +41,17 @@ void candidates(const std::string& directory) {
   check(found.library == good && found.version == 23203, found.library);
   void* memory = nullptr;
   check(found.allocate(&memory, 64) == 0 && memory != nullptr && found.free(memory) == 0, "its functions");
+}
+
+// torch has an older NCCL in the process, for all to see; the library's calls to itself must not end there.
+void second_library(const std::string& directory) {
+  check(dlopen((directory + "/libold.so").c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr, "the process's own library");
+  const Nccl found = load_nccl({directory + "/libgood.so"});
+  check(found.problem.empty(), found.problem);
+#ifndef __SANITIZE_ADDRESS__
+  cuda::NcclUniqueId id{};
+  check(found.unique_id(&id) == 0 && id.bytes[0] == 2, "a function of its own that it calls is the good library's");
+#endif
 }
 
 void table_of_the_process(const std::string& directory) {
@@ -116,6 +130,7 @@ int main(int argc, char** argv) {
       {"nccl_errors", nccl_errors},
       {"nothing_there", nothing_there},
       {"real_driver", real_driver},
+      {"second_library", [&] { second_library(argv[2]); }},
       {"table_of_the_process", [&] { table_of_the_process(argv[2]); }},
       {"versions", versions}};
   if (argc == 2 && std::string(argv[1]) == "--list") {

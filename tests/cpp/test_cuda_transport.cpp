@@ -6,7 +6,7 @@ namespace tide::test {
 namespace {
 
 // All-gathers into slots that are given back after each call, so that the next call meets them while peers may still
-// be reading. Shards are put in place and results are read on the caller's stream, never by the host.
+// be reading. Shards are put in place on one stream and results are read on another, never by the host.
 struct Gather {
   CudaRank& rank;
   std::shared_ptr<const ParameterLayout> layout;
@@ -21,7 +21,7 @@ struct Gather {
     std::byte* memory = rank.transport()->device_arena().address(window);
     auto* output = reinterpret_cast<uint16_t*>(memory);
     auto shard = std::make_shared<Words>(static_cast<size_t>(layout->total_shard_numel()));
-    FakeDriver::launch(rank.caller(), [=, *this] {
+    FakeDriver::launch(rank.copy_in(), [=, *this] {
       for (size_t p = 0; p < layout->parameters(); ++p) {
         for (int64_t i = 0; i < layout->shard_numel(p); ++i) {
           const int64_t at = layout->shard_offset(p) + i;

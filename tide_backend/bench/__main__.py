@@ -1,4 +1,4 @@
-"""``python -m tide_backend.bench all_gather|reduce_scatter|all_to_all|init|seam``; exit 1 when an one is wrong."""
+"""``python -m tide_backend.bench all_gather|reduce_scatter|all_to_all|fsdp2|init|seam``; exit 1 when one is wrong."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from . import init, launch, seam, table
+from . import fsdp2, init, launch, seam, table
 from .layouts import PARAMETERS
+from .llama import SHAPES
 from .measure import run_rank
 from .settings import COLLECTIVES, Settings, parse_size
 
@@ -26,29 +27,45 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser = argparse.ArgumentParser(
         prog="python -m tide_backend.bench", description="tide beside the stock backend, in one run"
     )
-    parser.add_argument("collective", choices=[*COLLECTIVES, "init", "seam"])
+    parser.add_argument("collective", choices=[*COLLECTIVES, "fsdp2", "init", "seam"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help=f"bytes of the whole buffer (default {DEFAULT_SIZES})")
-    parser.add_argument("--vs", choices=["gloo", "nccl"], default="gloo", help="nccl: on GPUs")
+    parser.add_argument(
+        "--vs", default="gloo", help="gloo, or nccl on GPUs; fsdp2: also nccl-symm and compute, and several, as in a,b"
+    )
     parser.add_argument("--layout", choices=list(PARAMETERS), default="llama", help="proportions of the parameters")
-    parser.add_argument("--repetitions", type=int, help="default 15; init: 5; seam: 300")
+    parser.add_argument("--repetitions", type=int, help="default 15; fsdp2: 7; init: 5; seam: 300")
     parser.add_argument("--parameters", type=int, default=12, help="seam: of one parameter group (default 12)")
     parser.add_argument("--numel", type=int, default=128, help="seam: elements of each parameter (default 128)")
+    parser.add_argument("--model", choices=list(SHAPES), help="fsdp2: default llama70b on GPUs, tiny on CPU ranks")
+    parser.add_argument("--layers", type=int, default=6, help="fsdp2: blocks (default 6)")
+    parser.add_argument("--tokens", default="2048", help="fsdp2: per rank, as in 1024,2048 (default 2048)")
+    parser.add_argument("--rounds", type=int, default=1, help="fsdp2: how often each side has its turn")
+    parser.add_argument("--profile", action="store_true", help="fsdp2: GPU time by kernel, of one step on rank 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     given = parser.parse_args(arguments)
     try:
         sizes = tuple(parse_size(s) for s in given.sizes.split(","))
+        tokens = tuple(parse_size(s) for s in given.tokens.split(","))
     except ValueError as error:
         parser.error(str(error))
-    repetitions = given.repetitions or {"init": 5, "seam": 300}.get(given.collective, 15)
+    repetitions = given.repetitions or {"fsdp2": 7, "init": 5, "seam": 300}.get(given.collective, 15)
     if given.ranks < 2 or repetitions < 1:
         parser.error(f"got --ranks {given.ranks} and --repetitions {repetitions}; expected 2 or more and 1 or more")
     if given.parameters < 1 or given.numel < 1:
         parser.error(f"got --parameters {given.parameters} and --numel {given.numel}; expected 1 or more")
-    if given.vs == "nccl" and given.collective == "seam":
+    sides = given.vs.split(",")
+    allowed = [x for x in fsdp2.SIDES if x != "tide"] if given.collective == "fsdp2" else ["gloo", "nccl"]
+    if not set(sides) <= set(allowed) or (given.collective != "fsdp2" and len(sides) > 1):
+        parser.error(f"got --vs {given.vs}; expected {'some' if given.collective == 'fsdp2' else 'one'} of {allowed}")
+    if given.layers < 1 or given.rounds < 1:
+        parser.error(f"got --layers {given.layers} and --rounds {given.rounds}; expected 1 or more")
+    if "nccl" in given.vs and given.collective == "seam":
         parser.error("seam measures CPU ranks; use --vs gloo")
-    if given.vs == "nccl" and not torch.cuda.is_available():
-        parser.error("--vs nccl needs a GPU, and this torch sees none; use --vs gloo")
+    if "nccl" in given.vs and "gloo" in sides:
+        parser.error(f"got --vs {given.vs}; nccl runs on GPUs and gloo on CPU ranks, name one of them")
+    if "nccl" in given.vs and not torch.cuda.is_available():
+        parser.error(f"--vs {given.vs} needs a GPU, and this torch sees none; use --vs gloo")
     settings = Settings(
         given.collective,
         given.ranks,
@@ -58,6 +75,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
         repetitions,
         parameters=given.parameters,
         numel=given.numel,
+        model=given.model or ("llama70b" if "nccl" in given.vs else "tiny"),
+        layers=given.layers,
+        tokens=tokens,
+        rounds=given.rounds,
+        profile=given.profile,
     )
     return settings, given.json
 
@@ -75,6 +97,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"# seam, {settings.ranks} ranks, {machine}, {settings.repetitions} repetitions", flush=True)
         rows = seam.run(settings)
         print(seam.table(rows, settings))
+    elif settings.collective == "fsdp2":
+        print(fsdp2.header(settings, machine), flush=True)
+        rows = []
+        for row in fsdp2.run(settings):
+            rows.append(row)
+            print(fsdp2.line(row), flush=True)
+        print(fsdp2.summary(rows))
+        differences = fsdp2.differing(rows)
+        wrong = len(differences)
+        print("\n".join(["# losses and gradient norms that differ: " + str(wrong), *differences]))
     else:
         print(table.header(settings, machine), flush=True)
         rows = []

@@ -12,7 +12,8 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 @dataclass(frozen=True)
 class Settings:
     """sizes: bytes of the gathered (all-gather), unreduced (reduce-scatter) or whole (all-to-all) buffer.
-    parameters, numel (of each): of one FSDP2 parameter group, for the seam."""
+    parameters, numel (of each): of one FSDP2 parameter group, for the seam.
+    model, layers, tokens (per rank), rounds, profile: for fsdp2, where `versus` may name several, comma-separated."""
 
     collective: str
     ranks: int = 4
@@ -23,10 +24,15 @@ class Settings:
     warmups: int = 3
     parameters: int = 12
     numel: int = 128
+    model: str = "tiny"
+    layers: int = 6
+    tokens: tuple[int, ...] = ()
+    rounds: int = 1
+    profile: bool = False
 
     @property
     def device(self) -> str:
-        return "cuda" if self.versus == "nccl" else "cpu"
+        return "cuda" if "nccl" in self.versus else "cpu"
 
 
 def parse_size(text: str) -> int:

@@ -52,6 +52,16 @@ Nccl load_one(void* library, const std::string& name) {
   return n;
 }
 
+// A second NCCL beside torch's. RTLD_LOCAL: it must not shadow torch's symbols. RTLD_DEEPBIND: NCCL calls functions of
+// its own that it also exports, and those calls must not end in torch's older library.
+void* open_apart(const std::string& path) {
+  int mode = RTLD_NOW | RTLD_LOCAL;
+#ifndef __SANITIZE_ADDRESS__  // which refuses the flag
+  mode |= RTLD_DEEPBIND;
+#endif
+  return dlopen(path.c_str(), mode);
+}
+
 std::mutex mutex;
 std::vector<std::string> search;
 std::atomic<const Nccl*> table{nullptr};
@@ -73,8 +83,7 @@ std::string version_text(int version) {
 Nccl load_nccl(const std::vector<std::string>& candidates) {
   std::string tried;
   for (const std::string& path : candidates) {
-    // RTLD_LOCAL: a second NCCL must not shadow torch's symbols.
-    void* library = path.empty() ? dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD) : dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* library = path.empty() ? dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD) : open_apart(path);
     if (!library) {
       if (!path.empty()) tried += "; " + path + ": " + dlerror();
       continue;

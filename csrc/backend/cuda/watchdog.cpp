@@ -7,6 +7,7 @@ namespace tide::cuda {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(100);
+constexpr auto kNotice = 5 * kTick;
 
 std::string error_text(Result result) {
   try {
@@ -63,6 +64,7 @@ Watchdog::HostCall::~HostCall() {
 void Watchdog::keep_releasing() {
   std::lock_guard<std::mutex> lock(mutex_);
   releasing_ = true;
+  release_from_ = Clock::now() + kNotice;
   changed_.notify_all();
 }
 
@@ -81,7 +83,7 @@ void Watchdog::run() {
       changed_.wait(lock);
       continue;
     }
-    if (releasing_) {
+    if (releasing_ && Clock::now() >= release_from_) {
       lock.unlock();
       const bool more = callbacks_.release();
       lock.lock();

@@ -26,7 +26,8 @@ class Watchdog {
     std::function<std::string(Channel channel, uint64_t sequence, bool late, const std::string& failure)> diagnose;
     std::function<void(const std::string&)> report;
     std::function<void(Channel channel, uint64_t sequence)> finished;
-    // Ends the device's waits; false when there is nothing left to end. Called every 100 ms after keep_releasing().
+    // Ends the device's waits; false when there is nothing left to end. Called every 100 ms from half a second after
+    // keep_releasing() on: what then runs here tells peers of data that never came, so they must have noticed before.
     std::function<bool()> release;
   };
 
@@ -73,6 +74,7 @@ class Watchdog {
   bool stopping_ = false;
   bool reported_ = false;
   bool releasing_ = false;
+  Clock::time_point release_from_;
   void* context_ = nullptr;  // of the thread that made the watchdog
   std::thread thread_;
 };

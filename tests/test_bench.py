@@ -38,13 +38,15 @@ def test_sizes_that_are_none(text: str) -> None:
         settings.parse_size(text)
 
 
-@pytest.mark.parametrize("layout", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("layout", ["llama", "llama-odd", "qwen3-moe"])
 @pytest.mark.parametrize("numel", [1, 7, 512, 131072, 8388608])
 def test_layouts_add_up(layout: str, numel: int) -> None:
     shards = layouts.shard_numels(layout, numel)
     assert sum(shards) == numel and min(shards) > 0
     if numel > 1 << 22:
-        largest = max(layouts.PARAMETERS[layout]) / sum(layouts.PARAMETERS[layout])
+        weights, row = layouts.PARAMETERS[layout]
+        largest = max(weights) / sum(weights)
+        assert all(shard % row == 0 for shard in shards[:-1])
         assert abs(max(shards) / numel - largest) < 1e-4
 
 

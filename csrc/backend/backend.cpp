@@ -264,7 +264,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   std::optional<c10::Event> done;
   auto body = [&] {
     try {
-      done = side.enqueue(channel, issue.hold, [&] { selection = engine.run(issue.call, ticket, wait); });
+      done = side.enqueue(channel, issue.hold, !issue.async, [&] { selection = engine.run(issue.call, ticket, wait); });
     } catch (...) {
       engine.recorder().end(issue.call.record_id, true);
       throw;

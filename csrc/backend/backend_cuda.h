@@ -1,7 +1,7 @@
 // The CUDA half of the backend: joins the caller's streams to the channels' streams and back.
 //
 // A call is over for the host when it is enqueued. The channel's stream waits for the caller's current stream, the
-// caller's stream (or Work.wait) waits for the channel's. Everything the channel touches is recorded on its stream, so
+// caller's stream (or Work.wait) waits for the channel's. What an asynchronous call touches is recorded on its stream, so
 // that the caching allocator does not hand it out again before that.
 #pragma once
 
@@ -27,9 +27,10 @@ class CudaSide {
   // Whether tide carries CUDA calls of this group. Raises while a CUDA graph is captured.
   bool connect();
 
-  // Runs `body` (which enqueues on the channel's stream) between the two joins.
+  // Runs `body` (which enqueues on the channel's stream) between the two joins. `waits`: the caller's stream will wait
+  // for the result at once, so that nothing it frees is given out before; recording would hold memory much longer.
   template <typename Body>
-  c10::Event enqueue(Channel channel, const std::vector<at::Tensor>& touched, Body body) {
+  c10::Event enqueue(Channel channel, const std::vector<at::Tensor>& touched, bool waits, Body body) {
     before(channel);
     try {
       body();
@@ -37,7 +38,8 @@ class CudaSide {
       record(channel, touched);  // part of it may be on the stream
       throw;
     }
-    return after(channel, touched);
+    if (!waits) record(channel, touched);
+    return after(channel);
   }
 
   std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, std::chrono::milliseconds timeout,
@@ -55,7 +57,7 @@ class CudaSide {
   void refuse_capture(cuda::Stream stream, const std::string& call);
   void before(Channel channel);
   void record(Channel channel, const std::vector<at::Tensor>& touched);
-  c10::Event after(Channel channel, const std::vector<at::Tensor>& touched);
+  c10::Event after(Channel channel);
 
   at::Device device_;
   void* context_ = nullptr;

@@ -8,6 +8,7 @@
 #include "backend.h"
 #include "plan_bindings.h"
 #include "repack/bindings.h"
+#include "slot_cast.h"
 
 namespace py = pybind11;
 
@@ -118,6 +119,7 @@ void bind_backend(py::module_& m) {
       .def_readwrite("cuda", &BackendOptions::cuda)
       .def_readwrite("cuda_staging_bytes", &BackendOptions::cuda_staging_bytes)
       .def_readwrite("accumulate_ctas", &BackendOptions::accumulate_ctas)
+      .def_readwrite("cast_ctas", &BackendOptions::cast_ctas)
       .def_readwrite("raise_on_timeout", &BackendOptions::raise_on_timeout)
       .def_readwrite("group_name", &BackendOptions::group_name)
       .def_readwrite("_timeout", &BackendOptions::timeout)
@@ -186,6 +188,8 @@ void bind_layout(py::module_& m) {
       py::arg("tensor"), py::arg("layout"), py::kw_only(), py::arg("tensors") = std::nullopt,
       py::arg("placed") = false, py::arg("label") = "");
   m.def("repoint", &repoint, py::arg("tensor"), py::arg("base"), py::arg("byte_offset"), py::arg("nbytes"));
+  m.def("cast_into_slot", &cast_into_slot, py::arg("to"), py::arg("sources"), py::arg("ctas"),
+        py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

@@ -73,7 +73,8 @@ const std::vector<EnvVariable>& env_table() {
       {"TIDE_CUDA_TRANSPORT", "0 hands every CUDA collective to nccl", "0 or 1", "1"},
       {"TIDE_NCCL_LIBRARY", "a libnccl.so.2 of 2.31 or newer, used when torch's own is older", "a path", ""},
       {"TIDE_CUDA_STAGING_BYTES", "budget of one rank's staging in device memory", "1048576 or more", "67108864"},
-      {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition on a GPU", "1 or more", "32"},
+      {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition on a GPU", "1 or more", "132"},
+      {"TIDE_CAST_CTAS", "most thread blocks that cast and place shards on a GPU", "1 or more", "132"},
       {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process", "0 "
        "or 1", "0"},
   };
@@ -94,6 +95,7 @@ Env read_env() {
   env.nccl_library = nccl ? nccl : "";
   env.cuda_staging_bytes = number("TIDE_CUDA_STAGING_BYTES", 1 << 20);
   env.accumulate_ctas = number("TIDE_ACCUMULATE_CTAS", 1);
+  env.cast_ctas = number("TIDE_CAST_CTAS", 1);
   env.raise_on_timeout = flag("TIDE_RAISE_ON_TIMEOUT");
   return env;
 }

@@ -186,6 +186,7 @@ void bind_plans(py::module_& m) {
     d["cuda"] = env.cuda;
     d["nccl_library"] = env.nccl_library;
     d["cuda_staging_bytes"] = env.cuda_staging_bytes;
+    d["cast_ctas"] = env.cast_ctas;
     d["accumulate_ctas"] = env.accumulate_ctas;
     d["raise_on_timeout"] = env.raise_on_timeout;
     return d;

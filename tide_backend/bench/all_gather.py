@@ -80,7 +80,7 @@ class TidePerParameter(PerParameter):
         super().__init__(place, shards)
         self.layout = tide_backend.ParameterLayout(place.world, shards, align=SLOT_ALIGNMENT // ITEM)
         total = self.layout.total_gathered_numel
-        slot, _ = place.backend.slot(total * ITEM)
+        slot = place.slot(total * ITEM)
         # Without a slot the call still works; the path column shows it.
         self.out = empty_bf16(place, total) if slot is None else slot.view(torch.bfloat16)
         self.parameters = [

@@ -23,6 +23,13 @@ class Place:
     def backend(self) -> Any:
         return self.group._get_backend(torch.device(self.device))
 
+    def slot(self, nbytes: int) -> torch.Tensor | None:
+        """uint8[nbytes] in tide's arena, if it has the room. Every rank asks at once."""
+        if self.device == "cpu":
+            return self.backend.slot(nbytes)[0]
+        device = torch.device("cuda", torch.cuda.current_device())
+        return self.backend.slot(nbytes, str(device), torch.cuda.current_stream().cuda_stream)[0]
+
 
 class Call(ABC):
     """Buffers are allocated once, on both sides, and are no part of what is timed.
@@ -47,11 +54,20 @@ class Call(ABC):
     def wrong(self, sources: list[torch.Tensor]) -> int:
         """Elements of this rank's output that are not what these inputs, one per rank, make of them."""
 
-    @property
-    def path(self) -> str:
-        """The path that tide took, or the backend's name."""
-        records = getattr(self.place.backend, "records", None)
-        return records()[-1]["path"] if records else dist.get_backend(self.place.group)
+    def noted_run(self) -> str:
+        """One call, and how it went: the path that tide took, "inner" when it handed the call on, or the backend."""
+        backend = self.place.backend
+        if not hasattr(backend, "records"):
+            self.run()
+            return "nccl" if self.place.device == "cuda" else dist.get_backend(self.place.group)
+        before = self._recorded()
+        self.run()
+        if self._recorded() == before:
+            return "inner"
+        return [record["path"] for record in backend.records() if record["device"] == self.place.device][-1]
+
+    def _recorded(self) -> int:
+        return sum(row["calls"] for row in self.place.backend.totals() if row["device"] == self.place.device)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ def run_rank(rank: int, world: int, store: Any, side: str, settings: Settings) -
     for tokens in settings.tokens:
         sample = step_times(side, settings, device, tokens)
         sample["used_bytes"] = used_bytes(device) - before
+        sample["reserved_bytes"] = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        sample["arena_bytes"] = arena_bytes(device) if side == "tide" else 0
         yield sample
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -61,6 +63,11 @@ def used_bytes(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def arena_bytes(device: torch.device) -> int:
+    """Memory of tide's arena on this rank, which PyTorch's statistics do not see."""
+    return dist.group.WORLD._get_backend(device).arena_bytes(device.type)[1]
 
 
 def shard(model: Blocks, side: str) -> None:
@@ -173,6 +180,8 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
                     "step_ms": statistics.median(slowest) * 1e3,
                     "least_ms": min(slowest) * 1e3,
                     "used_bytes": max(r["used_bytes"] for r in ranks),
+                    "reserved_bytes": max(r["reserved_bytes"] for r in ranks),
+                    "arena_bytes": max(r["arena_bytes"] for r in ranks),
                     "loss": statistics.fmean(r["loss"] for r in ranks),
                     "norm": ranks[0]["norm"],
                     "path": ranks[0]["path"],

@@ -18,7 +18,9 @@ QWEN3_MOE = [
     2048,
     2048,
 ]
-PARAMETERS = {"llama": LLAMA, "qwen3-moe": QWEN3_MOE}
+# (elements of each parameter, elements that a shard is a multiple of): real shards are whole rows. "llama-odd" is the
+# worst case: every parameter misaligns the next.
+PARAMETERS = {"llama": (LLAMA, 64), "llama-odd": (LLAMA, 1), "qwen3-moe": (QWEN3_MOE, 1)}
 
 
 def shard_numels(layout: str, shard_numel: int) -> list[int]:
@@ -29,13 +31,13 @@ def shard_numels(layout: str, shard_numel: int) -> list[int]:
     """
     if layout not in PARAMETERS:
         raise ValueError(f"layout {layout!r}: expected one of {', '.join(PARAMETERS)}")
-    weights = PARAMETERS[layout]
+    weights, row = PARAMETERS[layout]
     total = sum(weights)
     shards, given, seen = [], 0, 0
     for weight in weights:
         # Rounding the running sum keeps the whole exact.
         seen += weight
-        upto = round(seen * shard_numel / total)
+        upto = shard_numel if seen == total else min(shard_numel, round(seen * shard_numel / total / row) * row)
         shards.append(upto - given)
         given = upto
     return [s for s in shards if s > 0]

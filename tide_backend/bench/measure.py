@@ -52,23 +52,25 @@ def measure(pair: Pair, settings: Settings, seed: int) -> dict[str, Any]:
     for repetition in range(settings.repetitions):
         for side in list(calls)[:: 1 if repetition % 2 == 0 else -1]:
             times[side].append(once(calls[side], together[side]))
-    wrong = check(pair, seed)
+    wrong, paths = check(pair, seed)
     sample: dict[str, Any] = {k: getattr(pair, k) for k in ("name", "size", "count", "dtype", "redop")}
     for side, call in calls.items():
-        sample[side] = {"seconds": times[side], "wrong": wrong[side], "path": call.path}
+        sample[side] = {"seconds": times[side], "wrong": wrong[side], "path": paths[side]}
     return sample
 
 
-def check(pair: Pair, seed: int) -> dict[str, int]:
-    """Wrong elements on this rank after one call on fresh data."""
+def check(pair: Pair, seed: int) -> tuple[dict[str, int], dict[str, str]]:
+    """Wrong elements on this rank after one call on fresh data, and the path of that call."""
     place = pair.tide.place
     sources = [random_bf16(seed, rank, pair.tide.source_numel) for rank in range(place.world)]
-    wrong = {}
+    wrong, paths = {}, {}
     for side, call in {"tide": pair.tide, "stock": pair.stock}.items():
         call.fill(sources[place.rank].to(place.device))
-        once(call, 1)
+        dist.barrier()
+        paths[side] = call.noted_run()
+        synchronize(place.device)
         wrong[side] = call.wrong(sources)
-    return wrong
+    return wrong, paths
 
 
 def once(call: Call, calls: int) -> float:

@@ -64,6 +64,8 @@ class Plan:
     split: list[int]  # elements: gap, shard, gap, shard, ..., gap; this rank's places in the slot
     spots: list[tuple[torch.dtype, list[int], list[int], int]] | None  # if not one dtype and one row each
     places: list[list[tuple[int, int, int, torch.dtype]]]  # per parameter and output: byte offset, bytes, numel
+    kernel: bool  # place by tide's own kernel, if it has one for these dtypes
+    ctas: int
     placeholder: torch.Tensor
     label: str
     input_dtypes: list[list[torch.dtype]]
@@ -87,7 +89,8 @@ class Plan:
         here = self.here
         if self.spots is not None:
             sources = [t.view(spot.shape) for t, spot in zip(sources, here, strict=True)]
-        torch._foreach_copy_(here, sources)
+        if not (self.kernel and _C.cast_into_slot(here, sources, self.ctas)):
+            torch._foreach_copy_(here, sources)
         base.untyped_storage().resize_(0)  # the slot shall live as long as the parameters, not as the plan
 
     def _make_views(self, slot: torch.Tensor) -> torch.Tensor:
@@ -158,6 +161,8 @@ def make_plan(
         split=_split(starts, flat, rank, unit, total) if plain else [],
         spots=None if plain else [_spot(start, x, world, rank) for start, x in zip(starts, flat, strict=True)],
         places=places,
+        kernel=device.type == "cuda" and plain and _C.with_cuda_kernels,
+        ctas=backend.options.cast_ctas,
         placeholder=torch.zeros(1, dtype=dtype, device=device).expand(layout.total_shard_numel),
         label=seam.label,
         input_dtypes=[[x.dtype for x in own] for own in pieces],

@@ -22,6 +22,7 @@ from .journal import REDUCE_SCATTER, Reason, Row
 from .seams import WORLD_SIZE_1, GroupSeam
 
 _ATTRIBUTE = "_tide_pending"  # on the stand-in tensor: dies with it, unlike a table keyed by its address
+_HELD = "_tide_held"  # the gradients of a call that is under way on the device
 _MAX_PLANS = 64  # unused parameters make the list vary from call to call
 
 
@@ -98,13 +99,16 @@ class TideReduceScatter(DefaultReduceScatter):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         delattr(input_tensor, _ATTRIBUTE)
         plan, gradients = pending.plan, pending.gradients
-        pending.gradients = None  # the backend holds what it still reads; FSDP2's stand-in must not
+        pending.gradients = None
         if plan is None or gradients is None:
             raise RuntimeError(
                 f"tide: FSDP2 calls the reduce-scatter of {pending.seam.label} without its copy-in; got a "
                 f"stand-in for {pending.numel} elements, expected the gradients. This PyTorch's FSDP2 works "
                 "in another order than the seam knows: run with TIDE_FSDP2=0"
             )
+        if input_tensor.is_cuda:
+            # As long as FSDP2 keeps its input buffer: until the compute stream is behind this reduction.
+            setattr(input_tensor, _HELD, gradients)
         apply_layout(input_tensor, plan.layout, tensors=gradients, label=pending.seam.label)
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         row = plan.row

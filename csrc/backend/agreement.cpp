@@ -1,5 +1,6 @@
 #include "agreement.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "error.h"
@@ -69,6 +70,11 @@ std::string CallRecord::encode() const {
   put(out, in_splits);
   put(out, out_splits);
   return out;
+}
+
+bool CallRecord::has_output() const {
+  if (out_splits.empty()) return true;
+  return std::any_of(out_splits.begin(), out_splits.end(), [](int64_t n) { return n > 0; });
 }
 
 CallRecord CallRecord::decode(const std::string& bytes) {

@@ -20,6 +20,9 @@ struct CallRecord {
   std::string problem;  // why this rank cannot take part ("no memory for ..."); empty: it can
   std::vector<int64_t> in_splits, out_splits;
 
+  // Whether there is something that peers may write; a rank of an all-to-all may receive nothing.
+  bool has_output() const;
+
   std::string encode() const;
   static CallRecord decode(const std::string& bytes);
 };

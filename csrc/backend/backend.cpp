@@ -504,8 +504,10 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
                                                           std::vector<int64_t>& out_splits,
                                                           std::vector<int64_t>& in_splits,
                                                           const c10d::AllToAllOptions& opts) {
+  CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
-    return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
+    side = output.is_cuda() && input.is_cuda() ? cuda_side(output.device()) : nullptr;
+    if (!side) return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
   }
   Issue issue;
   issue.op = c10d::OpType::ALLTOALL_BASE;
@@ -526,12 +528,14 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
   if (problem.empty()) {
     issue.call.buffers.inputs = {static_cast<const std::byte*>(repaired(input, issue).const_data_ptr())};
     at::Tensor out = repaired_output(output, issue);
+    q.output_in_arena = in_arena(out);
     issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
   }
   issue.inner = [this, output, input, out_splits, in_splits, opts]() mutable {
-    return inner(c10::DeviceType::CPU)->alltoall_base(output, input, out_splits, in_splits, opts);
+    return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
   };
+  if (side) return issue_cuda(*side, std::move(issue));
   return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
 }
 

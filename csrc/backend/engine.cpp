@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <cstring>
+#include <numeric>
 
 namespace tide {
 
@@ -42,7 +43,17 @@ std::string plan_key(const Request& q, Path path) {
   put(&hash, sizeof hash);
   put(q.in_splits.data(), q.in_splits.size() * sizeof(int64_t));
   put(q.out_splits.data(), q.out_splits.size() * sizeof(int64_t));
+  put(q.peer_offsets.data(), q.peer_offsets.size() * sizeof(int64_t));
   return key;
+}
+
+// In a zero-copy all-to-all: where what `rank` sends begins in each peer's output.
+std::vector<int64_t> peer_offsets(const std::vector<CallRecord>& records, int rank) {
+  std::vector<int64_t> result;
+  for (const CallRecord& peer : records) {
+    result.push_back(std::accumulate(peer.out_splits.begin(), peer.out_splits.begin() + rank, int64_t{0}));
+  }
+  return result;
 }
 
 }  // namespace
@@ -200,8 +211,16 @@ void Engine::move(const Request& request, Path path, const Execution& execution,
   }
 }
 
+// Staging is made for a kind of call when it first needs it: by all ranks, in one order with other growth.
+std::string Engine::provide(Transport& transport, Channel channel, const Wait& wait) {
+  std::string why;
+  Lane& memory = lane(Channel::memory);
+  memory.run(memory.take_ticket(), [&] { why = transport.provide(channel, wait); }, wait.interrupted);
+  return why;
+}
+
 Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
-  const Request& q = call.request;
+  Request q = call.request;
   connect();
   std::shared_ptr<Transport> transport;
   Capabilities known;
@@ -254,6 +273,7 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     fail(ErrorKind::usage, who_, wait.call, call.problem);
   }
 
+  const bool provided = transport->provided(q.op);
   std::optional<Staged> staged;
   auto offer_staging = [&] {
     const int64_t bytes = plan(q, Path::staged)->window_bytes;
@@ -274,24 +294,34 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
       mine.output_in_arena = true;
       mine.window_offset = *offset;
       mine.window_bytes = call.output_bytes;
-    } else if (selection.path == Path::staged) {
+    } else if (selection.path == Path::staged && provided) {
       offer_staging();
     }
   }
   std::vector<CallRecord> records = meet(wait);
 
-  size_t in_arena = 0;
-  for (const auto& record : records) in_arena += record.output_in_arena;
+  size_t in_arena = 0, outputs = 0;
+  for (const auto& record : records) {
+    in_arena += record.output_in_arena;
+    outputs += record.has_output();
+  }
   known.outputs_known = true;
-  known.every_output_in_arena = in_arena == records.size();
+  known.every_output_in_arena = outputs > 0 && in_arena == outputs;
   selection = select(known, q);
-  if (selection.path == Path::staged && in_arena > 0) {
-    // Some outputs lie in the arena and some do not: all go staged, and windows are agreed once more.
-    selection.reason = std::to_string(records.size() - in_arena) + " of " + std::to_string(records.size()) +
-                       " ranks had no slot in the arena for the output";
+  if (selection.path == Path::staged && !provided) {
+    known.no_staging_reason = provide(*transport, q.op, wait);
+    selection = select(known, q);
+  }
+  if (selection.path == Path::staged && (in_arena > 0 || !provided)) {
+    // Some outputs lie in the arena and some do not, or staging is new: windows are agreed once more.
+    if (in_arena > 0) {
+      selection.reason = std::to_string(outputs - in_arena) + " of " + std::to_string(outputs) +
+                         " ranks had no slot in the arena for the output";
+    }
     if (!staged) offer_staging();
     records = meet(wait);
   }
+  if (selection.path == Path::zero_copy && q.op == Channel::all_to_all) q.peer_offsets = peer_offsets(records, q.rank);
   recorder_.update(call.record_id, selection.path, selection.reason);
   if (selection.path != Path::inner) {
     for (const auto& record : records) execution.windows.push_back(record.window_offset);

@@ -89,6 +89,7 @@ class Engine {
  private:
   Capabilities capabilities() const;  // with mutex_ held
   Selection carry_out(const CollectiveCall& call, const Wait& wait);
+  std::string provide(Transport& transport, Channel channel, const Wait& wait);
   void move(const Request& request, Path path, const Execution& execution, Transport* transport, const Wait& wait);
   std::shared_ptr<const Plan> plan(const Request& request, Path path);
   void poison(const std::string& reason);

@@ -39,6 +39,12 @@ Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
   return {Path::staged, q.separate_inputs ? "per-parameter inputs, no packing" : "packed input"};
 }
 
+Selection select_all_to_all(const Capabilities& c) {
+  if (c.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
+  if (!c.no_staging_reason.empty()) return {Path::inner, "no memory for staging: " + c.no_staging_reason};
+  return {Path::staged, "through staging windows"};
+}
+
 }  // namespace
 
 Selection select(const Capabilities& c, const Request& q) {
@@ -58,8 +64,7 @@ Selection select(const Capabilities& c, const Request& q) {
     case Channel::reduce_scatter:
       return select_reduce_scatter(c, q);
     case Channel::all_to_all:
-      if (c.device == Device::cuda) return {Path::inner, "a CUDA all-to-all is left to nccl"};
-      return {Path::staged, "through staging windows"};
+      return select_all_to_all(c);
     case Channel::memory:
       break;
   }

@@ -8,7 +8,7 @@
 
 namespace tide {
 
-// zero_copy: peers write straight into the caller's memory (all-gather into an arena window).
+// zero_copy: peers write straight into the caller's memory (all-gather, all-to-all into an arena window).
 // staged:    chunks pass through windows of the arena; any tensor will do.
 // local:     a group of one rank; copies only.
 // inner:     handed to the inner backend (gloo, nccl).
@@ -25,6 +25,7 @@ struct Capabilities {
   // Per call, once the ranks have told each other.
   bool outputs_known = false;
   bool every_output_in_arena = false;
+  std::string no_staging_reason;  // why no rank could get staging for this kind of call; empty: not known to be so
 };
 
 struct Selection {

@@ -1,5 +1,5 @@
 // One rank of a group on the fake device: engine, transport, a stream of the caller's, and the calls that tests make.
-// Included by one file of a test program: it brings the launcher that a build without CUDA has not.
+// Included by one file of a test program: it brings the launchers that a build without CUDA has not.
 #pragma once
 
 #include "../../csrc/backend/cuda/cuda_transport.h"
@@ -9,6 +9,7 @@
 
 namespace tide {
 AccumulateLaunch accumulate_launch() { return test::launch_accumulate; }
+PlaceLaunch place_launch() { return test::FakeDriver::get().has_placing ? test::launch_place : nullptr; }
 }  // namespace tide
 
 namespace tide::test {

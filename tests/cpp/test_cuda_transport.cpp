@@ -1,5 +1,8 @@
 // The CUDA transport and the engine on a fake driver and a fake NCCL, ranks as processes: results, order, memory.
 // `test_cuda_transport CASE` runs one case; exit code 0 is success.
+#include <numeric>
+#include <set>
+
 #include "cuda_rank.h"
 
 namespace tide::test {
@@ -204,7 +207,191 @@ void reduce_scatter_in_one_queue() {
   });
 }
 
-// As in a backward pass: gathers of the next layer between reductions of the last one, each rank at its own pace.
+using Splits = std::vector<std::vector<int64_t>>;  // elements that rank [r] sends to rank [q]
+
+// All-to-alls of two-byte elements. Outputs lie in slots on the ranks of `slots`, in ordinary memory on the others.
+struct Exchange {
+  CudaRank& rank;
+  Splits splits;
+  std::set<int> slots;
+  std::shared_ptr<std::atomic<int>> wrong = std::make_shared<std::atomic<int>>(0);
+
+  static int64_t total(const std::vector<int64_t>& numbers) {
+    return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+  }
+  std::vector<int64_t> received(int reader) const {
+    std::vector<int64_t> result;
+    for (const auto& row : splits) result.push_back(row[static_cast<size_t>(reader)]);
+    return result;
+  }
+  // Where in the input of `writer` the part for `reader` begins.
+  int64_t begin(int writer, int reader) const {
+    const auto& row = splits[static_cast<size_t>(writer)];
+    return std::accumulate(row.begin(), row.begin() + reader, int64_t{0});
+  }
+
+  Selection call(int number) {
+    const auto& sent = splits[static_cast<size_t>(rank.rank())];
+    const auto got = received(rank.rank());
+    const bool in_slot = slots.count(rank.rank()) != 0;
+    auto input = std::make_shared<Words>(static_cast<size_t>(total(sent)));
+    auto ordinary = std::make_shared<Words>(in_slot ? 0 : static_cast<size_t>(total(got)));
+    std::optional<Window> window;
+    if (!slots.empty()) window = rank.slot(1 << 20);  // collective
+    std::byte* output = in_slot ? rank.transport()->device_arena().address(*window)
+                                : reinterpret_cast<std::byte*>(ordinary->data());
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      for (size_t i = 0; i < input->size(); ++i) (*input)[i] = value(rank.rank(), static_cast<int64_t>(i), number);
+      std::memset(output, 0xA5, static_cast<size_t>(total(got) * 2));
+    });
+    CollectiveCall call;
+    Request& q = call.request = rank.request(Channel::all_to_all, ElementType::bf16, ElementType::bf16);
+    q.numel = total(sent);
+    q.in_splits = sent;
+    q.out_splits = got;
+    q.output_in_arena = in_slot && total(got) > 0;
+    call.buffers.inputs = {reinterpret_cast<const std::byte*>(input->data())};
+    call.buffers.output = output;
+    call.output_bytes = total(got) * 2;
+    const Selection selection = rank.run(call);
+    if (selection.path != Path::inner) {
+      FakeDriver::launch(rank.caller(), [=, *this] {
+        (void)input, (void)ordinary;
+        const auto* words = reinterpret_cast<const uint16_t*>(output);
+        for (int writer = 0; writer < rank.world(); ++writer) {
+          for (int64_t i = 0; i < got[static_cast<size_t>(writer)]; ++i) {
+            *wrong += *words++ != value(writer, begin(writer, rank.rank()) + i, number);
+          }
+        }
+      });
+    }
+    if (window) rank.release(*window);
+    return selection;
+  }
+
+  void call(int number, Path path, const std::string& reason) {
+    const Selection selection = call(number);
+    check(selection.path == path, std::string(to_string(selection.path)) + ": " + selection.reason);
+    check(selection.reason == reason, selection.reason);
+  }
+
+  void finish() {
+    cuda::driver().stream_synchronize(rank.caller());
+    check(*wrong == 0, std::to_string(*wrong) + " elements are wrong");
+  }
+};
+
+// Even; uneven, with up to six chunks of a pair, zero rows and a rank that receives nothing; one way only; nothing.
+std::vector<Splits> exchanges(int world) {
+  const auto n = static_cast<size_t>(world);
+  Splits even(n, std::vector<int64_t>(n, 5000)), uneven = even, one_way = even, nothing = even;
+  for (size_t r = 0; r < n; ++r) {
+    for (size_t q = 0; q < n; ++q) {
+      uneven[r][q] = q == n - 1 ? 0 : static_cast<int64_t>((r * 17011 + q * 40503 + 8191) % 50000 / (r == q ? 7 : 1));
+      one_way[r][q] = q > r ? 9 : 0;
+      nothing[r][q] = 0;
+    }
+  }
+  return {even, uneven, one_way, nothing, uneven};
+}
+
+void exchange_many(int rank, int world, const std::string& directory) {
+  {
+    Settings settings;
+    settings.staging_bytes = 64 << 10;  // several chunks a call
+    CudaRank me(rank, world, directory, settings);
+    me.connect();
+    const int64_t before = me.transport()->device_arena().bytes_committed();
+    std::set<int> all, some;
+    for (int r = 0; r < world; ++r) all.insert(r);
+    for (int r = 1; r < world; ++r) some.insert(r);
+    int number = 0;
+    for (const Splits& splits : exchanges(world)) {
+      const bool moves = splits != exchanges(world)[3];
+      Exchange slots{me, splits, all};
+      for (int i = 0; i < 4; ++i) {
+        slots.call(++number, moves ? Path::zero_copy : Path::staged,
+                   moves ? "every rank's output lies in the arena" : "through staging windows");
+      }
+      slots.finish();
+    }
+    for (const Splits& splits : exchanges(world)) {
+      Exchange staged{me, splits, {}};
+      for (int i = 0; i < 4; ++i) staged.call(++number, Path::staged, "through staging windows");
+      staged.finish();
+    }
+    Exchange mixed{me, exchanges(world)[0], some};
+    for (int i = 0; i < 4; ++i) {
+      const std::string of = std::to_string(world) + " ranks";
+      mixed.call(++number, Path::staged, "1 of " + of + " had no slot in the arena for the output");
+    }
+    mixed.finish();
+    check(me.transport()->device_arena().bytes_committed() > before, "staging of its own");
+    check(me.transport()->device_arena().bytes_in_use() == 128 << 10, "only staging is in use");
+  }
+  check_nothing_left();
+}
+
+void all_to_all() {
+  for (const int world : {2, 3}) {
+    run_ranks(world, [&](int rank, const std::string& directory) {
+      FakeDriver::get().jitter_us = 200;
+      exchange_many(rank, world, directory);
+      check(FakeDriver::get().placings > 0, "kernels copy within the device");
+    });
+  }
+}
+
+// Every stream of a rank in one queue; and a build without kernels.
+void all_to_all_in_one_queue() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().merged = true;
+    FakeDriver::get().has_placing = false;
+    exchange_many(rank, 3, directory);
+    check(FakeDriver::get().placings == 0, "no kernels");
+  });
+}
+
+// Splits that do not fit, also before there is staging: every rank hears of it, and the group goes on.
+void all_to_all_of_other_splits() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      for (int number = 0; number < 2; ++number) {
+        Exchange wrong{me, {{1, 2}, {rank == 0 ? 3 : 4, 5}}, {}};
+        const Error error = caught([&] { wrong.call(number); });
+        check(error.kind() == ErrorKind::usage, error.what());
+        check_contains(error.what(), "split sizes do not match; rank 1 sends 4 elements to rank 0, which expects 3");
+        Exchange right{me, {{1, 2}, {3, 4}}, {}};
+        right.call(number, Path::staged, "through staging windows");
+        right.finish();
+      }
+    }
+    check_nothing_left();
+  });
+}
+
+// Staging that one rank has no memory for: the call is the inner backend's on all; later ones find it.
+void all_to_all_without_staging() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 3, directory);
+      me.connect();
+      if (rank == 1) FakeNccl::get().failing_allocations = {2};
+      Exchange exchange{me, exchanges(3)[1], {}};
+      const Selection selection = exchange.call(1);
+      check(selection.path == Path::inner, selection.reason);
+      check_contains(selection.reason, "no memory for staging: rank 1: ncclMemAlloc of 2 MiB failed");
+      exchange.call(2, Path::staged, "through staging windows");
+      exchange.finish();
+    }
+    check_nothing_left();
+  });
+}
+
+// As in a backward pass: gathers of the next layer between reductions of the last one and exchanges of tokens, each
+// rank at its own pace.
 void both_at_once(int world) {
   run_ranks(world, [&](int rank, const std::string& directory) {
     FakeDriver::get().jitter_us = 200 * (rank + 1);
@@ -215,12 +402,19 @@ void both_at_once(int world) {
       me.connect();
       Gather gather{me, slot_layout(world, {700, 3, 2000})};
       Scatter scatter{me, ElementType::bf16, ElementType::f32, 0.5, gradient_layout(world, {9001, 33})};
+      std::set<int> all;
+      for (int r = 0; r < world; ++r) all.insert(r);
+      Exchange staged{me, exchanges(world)[1], {}}, straight{me, exchanges(world)[0], all};
       for (int i = 1; i <= 25; ++i) {
         gather.call(i, true);
         scatter.call(i);
+        staged.call(i);
+        straight.call(i);
       }
       gather.finish();
       scatter.finish();
+      staged.finish();
+      straight.finish();
     }
     check_nothing_left();
   });
@@ -379,6 +573,10 @@ void forked_child() {
 
 const std::map<std::string, void (*)()> kCases{{"all_gather", all_gather},
                                                {"all_gather_in_one_queue", all_gather_in_one_queue},
+                                               {"all_to_all", all_to_all},
+                                               {"all_to_all_in_one_queue", all_to_all_in_one_queue},
+                                               {"all_to_all_of_other_splits", all_to_all_of_other_splits},
+                                               {"all_to_all_without_staging", all_to_all_without_staging},
                                                {"bad_call_of_one_rank", bad_call_of_one_rank},
                                                {"capture_elsewhere", capture_elsewhere},
                                                {"forked_child", forked_child},

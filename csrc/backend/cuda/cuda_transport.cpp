@@ -84,10 +84,8 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   std::string why = agree(*control.transport, ++sequence, problem, in_time());
   if (!why.empty()) return {nullptr, why};
   transport->memory_calls_ = sequence;
-  why = transport->grow(options.staging_bytes, in_time());
+  why = transport->provide(Channel::reduce_scatter, in_time());
   if (!why.empty()) return {nullptr, why};
-  transport->staging_ = transport->arena_->acquire(options.staging_bytes, &why);
-  transport->staging_ranges_.grow(transport->staging_.value().bytes);
   return {transport, ""};
 }
 
@@ -229,19 +227,38 @@ std::byte* CudaTransport::address(int rank, int64_t offset, int64_t bytes) {
   return address;
 }
 
-// Staging has a segment of its own, used in stream order by one channel at a time and range; it never competes with
-// parameters for room.
+bool CudaTransport::provided(Channel channel) {
+  std::lock_guard<std::mutex> lock(staging_mutex_);
+  return staging_[static_cast<size_t>(channel)].segment.has_value();
+}
+
+// Growth, and so the answer, is every rank's. Nobody takes the new room in between: slots are given out in the same
+// order of calls.
+std::string CudaTransport::provide(Channel channel, const Wait& wait) {
+  std::string why = grow(options_.staging_bytes, wait);
+  if (!why.empty()) return why;
+  const Window segment = arena_->acquire(options_.staging_bytes, &why).value();
+  std::lock_guard<std::mutex> lock(staging_mutex_);
+  Staging& staging = staging_[static_cast<size_t>(channel)];
+  staging.ranges.grow(segment.bytes);
+  staging.segment = segment;
+  return "";
+}
+
+// Staging is used in stream order; it never competes with parameters for room.
 std::optional<Window> CudaTransport::acquire(Channel channel, int64_t bytes, std::string* why) {
+  Staging& staging = staging_[static_cast<size_t>(channel)];
   std::optional<int64_t> at;
   {
     std::lock_guard<std::mutex> lock(staging_mutex_);
-    at = staging_ranges_.take((bytes + 4095) / 4096 * 4096);
+    if (staging.segment) at = staging.ranges.take((bytes + 4095) / 4096 * 4096);
   }
   if (!at) {
-    *why = "the staging segment of " + std::to_string(staging_->bytes) + " bytes is full";
+    *why = staging.segment ? "the staging segment of " + std::to_string(staging.segment->bytes) + " bytes is full"
+                           : "there is no staging segment";
     return std::nullopt;
   }
-  const Window window{staging_->offset + *at, bytes};
+  const Window window{staging.segment->offset + *at, bytes};
   arena_->wait_until_free(window, stream(channel));
   return window;
 }
@@ -254,7 +271,7 @@ void CudaTransport::note_use(Channel channel, const Window& window) {
 // a range whose last use cannot be told is never given out again.
 void CudaTransport::release(Channel channel, const Window& window) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
-  const bool broke = !batch.bytes.empty();
+  const bool broke = !batch.empty();
   batch.clear();
   try {
     note_use(channel, window);
@@ -263,7 +280,8 @@ void CudaTransport::release(Channel channel, const Window& window) {
   }
   if (broke) return;
   std::lock_guard<std::mutex> lock(staging_mutex_);
-  staging_ranges_.give_back(window.offset - staging_->offset);
+  Staging& staging = staging_[static_cast<size_t>(channel)];
+  staging.ranges.give_back(window.offset - staging.segment->offset);
 }
 
 void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
@@ -273,8 +291,23 @@ void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, 
   batch.bytes.push_back(static_cast<size_t>(bytes));
 }
 
+// A copy engine is several times slower than a kernel at a copy within its device.
+void CudaTransport::place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
+  if (!place_launch()) return copy(channel, to, from, bytes);
+  batches_[static_cast<size_t>(channel)].placements.push_back({to, from, bytes});
+}
+
+// What was given is gone from the batch also when it fails: it is not given again.
 void CudaTransport::flush(Channel channel) {
-  Batch& batch = batches_[static_cast<size_t>(channel)];
+  Batch batch;
+  std::swap(batch, batches_[static_cast<size_t>(channel)]);
+  copy_batch(channel, batch);
+  if (!batch.placements.empty()) place_launch()(batch.placements, options_.accumulate_ctas, stream(channel));
+  batch.clear();
+  std::swap(batch, batches_[static_cast<size_t>(channel)]);  // keeps its memory
+}
+
+void CudaTransport::copy_batch(Channel channel, Batch& batch) {
   const size_t count = batch.bytes.size();
   if (count == 0) return;
   Result result = 0;
@@ -290,7 +323,6 @@ void CudaTransport::flush(Channel channel) {
       result = driver().copy(batch.to[i], batch.from[i], batch.bytes[i], stream(channel));
     }
   }
-  batch.clear();  // one that failed is not given again
   check(result, call);
 }
 

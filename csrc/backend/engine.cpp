@@ -95,12 +95,22 @@ Capabilities Engine::capabilities() const {
   c.can_accumulate = options_.can_accumulate;
   c.shared_memory = transport_ != nullptr;
   c.no_memory_reason = no_transport_;
+  c.plain_bytes = options_.plain_bytes;
+  c.plain_slots = plain_slots_;
   return c;
 }
 
-Selection Engine::preselect(const Request& request) const {
+Selection Engine::preselect(const Request& request, bool capturing) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return select(capabilities(), request);
+  Capabilities known = capabilities();
+  known.shared_memory = known.shared_memory || !connected_;
+  known.capturing = capturing;
+  return select(known, request);
+}
+
+void Engine::expect_plain_slots() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plain_slots_ = true;
 }
 
 std::shared_ptr<Transport> Engine::transport() const {
@@ -252,6 +262,7 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
   CallRecord mine = describe(q);
   mine.problem = call.problem;
   mine.staging_bytes = options_.staging.budget_bytes;
+  mine.plain_bytes = options_.plain_bytes;
   auto meet = [&](const Wait& until) {
     const auto all = transport->exchange(q.op, ++exchanges, mine.encode(), until);
     std::vector<CallRecord> records;

@@ -73,7 +73,9 @@ const std::vector<EnvVariable>& env_table() {
       {"TIDE_CUDA_TRANSPORT", "0 hands every CUDA collective to nccl", "0 or 1", "1"},
       {"TIDE_NCCL_LIBRARY", "a libnccl.so.2 of 2.31 or newer, used when torch's own is older", "a path", ""},
       {"TIDE_CUDA_STAGING_BYTES", "budget of one rank's staging in device memory", "1048576 or more", "67108864"},
-      {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition on a GPU", "1 or more", "32"},
+      {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition or copy on a GPU", "1 or more", "32"},
+      {"TIDE_CUDA_PLAIN_BYTES", "CUDA all-gathers and reduce-scatters of fewer bytes, over all ranks, go to nccl unless "
+       "they have a layout", "0 or more", "1048576"},
       {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process", "0 "
        "or 1", "0"},
   };
@@ -94,6 +96,7 @@ Env read_env() {
   env.nccl_library = nccl ? nccl : "";
   env.cuda_staging_bytes = number("TIDE_CUDA_STAGING_BYTES", 1 << 20);
   env.accumulate_ctas = number("TIDE_ACCUMULATE_CTAS", 1);
+  env.cuda_plain_bytes = number("TIDE_CUDA_PLAIN_BYTES", 0);
   env.raise_on_timeout = flag("TIDE_RAISE_ON_TIMEOUT");
   return env;
 }

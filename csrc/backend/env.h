@@ -29,6 +29,7 @@ struct Env {
   std::string nccl_library;   // TIDE_NCCL_LIBRARY
   int64_t cuda_staging_bytes;  // TIDE_CUDA_STAGING_BYTES
   int64_t accumulate_ctas;    // TIDE_ACCUMULATE_CTAS
+  int64_t cuda_plain_bytes;   // TIDE_CUDA_PLAIN_BYTES
   bool raise_on_timeout;      // TIDE_RAISE_ON_TIMEOUT
 };
 

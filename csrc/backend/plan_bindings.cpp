@@ -193,6 +193,7 @@ void bind_plans(py::module_& m) {
     d["nccl_library"] = env.nccl_library;
     d["cuda_staging_bytes"] = env.cuda_staging_bytes;
     d["accumulate_ctas"] = env.accumulate_ctas;
+    d["cuda_plain_bytes"] = env.cuda_plain_bytes;
     d["raise_on_timeout"] = env.raise_on_timeout;
     return d;
   });

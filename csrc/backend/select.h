@@ -22,6 +22,11 @@ struct Capabilities {
   bool can_accumulate = true;    // there is a reduction kernel for the device
   bool shared_memory = false;    // every member's memory is mapped here
   std::string no_memory_reason;  // why not
+  // CUDA, calls without a layout: those of fewer bytes are not worth the ranks' agreement; whether the ranks, together,
+  // have asked for memory of the arena that such calls may write; whether a CUDA graph is being captured.
+  int64_t plain_bytes = 0;
+  bool plain_slots = false;
+  bool capturing = false;
   // Per call, once the ranks have told each other.
   bool outputs_known = false;
   bool every_output_in_arena = false;

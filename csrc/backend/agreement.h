@@ -23,6 +23,8 @@ struct CallRecord {
 
   // Whether there is something that peers may write; a rank of an all-to-all may receive nothing.
   bool has_output() const;
+  // A rank that needs a window and has none.
+  bool lacks_window() const { return window_bytes > 0 && window_offset < 0; }
 
   std::string encode() const;
   static CallRecord decode(const std::string& bytes);

@@ -255,6 +255,15 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   return inner_work;
 }
 
+std::string TideBackend::inner_only_reason(CudaSide& side, const Request& q) {
+  if (side.capturing()) return "called while a CUDA graph is captured";
+  // Between startCoalescing and endCoalescing NCCL's own group may be open on this thread, and tide's start and growth
+  // call NCCL.
+  const bool nccl_has_it = q.op != Channel::reduce_scatter || q.in_type == q.out_type;
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  return coalescing_ && nccl_has_it ? "issued as one with other calls" : "";
+}
+
 c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(Engine& engine, Issue& issue, const Selection& why) {
   Lane& lane = engine.lane(issue.call.request.op);
   const uint64_t ticket = lane.take_ticket();
@@ -275,7 +284,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   c10::DeviceGuard guard(side.device());
   Engine& engine = side.engine();
   if (!issue.call.request.layout) {
-    const Selection early = engine.preselect(issue.call.request, side.capturing());
+    const Selection early = engine.preselect(issue.call.request, inner_only_reason(side, issue.call.request));
     if (early.path == Path::inner) return leave_to_inner(engine, issue, early);
   }
   side.connect();
@@ -301,8 +310,11 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   const c10::Stream current = side.current_stream();
   if (!issue.async || issue.after) done->block(current);
   if (issue.after) issue.after();
-  return c10::make_intrusive<CudaWork>(getRank(), issue.op, std::move(*done), issue.outputs, side.shared_engine(),
-                                       side.stream(channel));
+  c10::intrusive_ptr<c10d::Work> work = c10::make_intrusive<CudaWork>(
+      getRank(), issue.op, std::move(*done), issue.outputs, side.shared_engine(), side.stream(channel));
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
 }
 
 c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, at::Tensor& input,

@@ -89,13 +89,13 @@ class TideBackend : public c10d::Backend {
   // The group of `ranks` (of this group); null on ranks that are not among them. Every rank of this group calls it.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
-  // Calls between the two start at once, as outside; endCoalescing returns one handle for those on CPU tensors and
-  // for what the inner backend coalesced, null when there was none.
+  // Calls between the two start at once, as outside; endCoalescing returns one handle for those on CPU tensors, for
+  // tide's own on CUDA tensors and for what the inner backend coalesced, null when there was none.
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
-  // A slot of the arena; without one, ordinary memory and a warning. Collective: on CPU at a group's first call, on CUDA
-  // at every call, with the same size on every rank.
+  // A slot of the arena; without one, ordinary memory and a warning. Collective: on CPU at a group's first call, on
+  // CUDA at every call, with the same size on every rank.
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
@@ -136,6 +136,8 @@ class TideBackend : public c10d::Backend {
   };
   c10::intrusive_ptr<c10d::Work> issue(Issue issue);
   c10::intrusive_ptr<c10d::Work> issue_cuda(CudaSide& side, Issue issue);
+  // Why a call without a layout has to be nccl's, for reasons that a right program gives all ranks alike; "" when none.
+  std::string inner_only_reason(CudaSide& side, const Request& q);
   // Notes that the call is the inner backend's, in its turn, and makes it there.
   c10::intrusive_ptr<c10d::Work> leave_to_inner(Engine& engine, Issue& issue, const Selection& why);
   uint64_t begin_record(Engine& engine, const Issue& issue, uint64_t ticket);

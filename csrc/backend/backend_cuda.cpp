@@ -32,6 +32,7 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
   cuda::CudaOptions cuda;
   cuda.shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
   cuda.staging_bytes = options.cuda_staging_bytes;
+  cuda.slot_reuse = options.slot_reuse;
   cuda.accumulate_ctas = static_cast<int>(options.accumulate_ctas);
   cuda.streams = streams;
   cuda.timeout = options.timeout;
@@ -218,7 +219,8 @@ std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, SlotUse u
   };
   lane.run(ticket, [&] { engine_->guarded(wait.call, ask); }, interrupted);
   if (!window) return std::nullopt;
-  return at::from_blob(transport->device_arena().address(*window), {bytes}, SlotRelease(transport, *window, use, device_),
+  return at::from_blob(transport->device_arena().address(*window), {bytes},
+                       SlotRelease(transport, *window, use, device_),
                        at::TensorOptions().dtype(at::kByte).device(device_), device_);
 }
 

@@ -1,9 +1,9 @@
 // Groups made from this one, calls issued as one, memory for callers, hooks.
 #include <ATen/Context.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend.h"
 #include "work.h"

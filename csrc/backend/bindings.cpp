@@ -117,6 +117,7 @@ void bind_backend(py::module_& m) {
       .def_readwrite("shared_memory", &BackendOptions::shared_memory)
       .def_readwrite("cuda", &BackendOptions::cuda)
       .def_readwrite("cuda_staging_bytes", &BackendOptions::cuda_staging_bytes)
+      .def_readwrite("slot_reuse", &BackendOptions::slot_reuse)
       .def_readwrite("accumulate_ctas", &BackendOptions::accumulate_ctas)
       .def_readwrite("cuda_plain_bytes", &BackendOptions::cuda_plain_bytes)
       .def_readwrite("raise_on_timeout", &BackendOptions::raise_on_timeout)
@@ -136,8 +137,8 @@ void bind_backend(py::module_& m) {
                              [](TideBackend& self) { return self.shared_memory(at::Device(at::kCPU)); })
       .def(
           "slot",
-          [](TideBackend& self, int64_t bytes, const std::string& device,
-             uintptr_t stream, bool parameters) -> std::pair<std::optional<at::Tensor>, std::string> {
+          [](TideBackend& self, int64_t bytes, const std::string& device, uintptr_t stream,
+             bool parameters) -> std::pair<std::optional<at::Tensor>, std::string> {
             std::string reason;
             const SlotUse use = parameters ? SlotUse::parameters : SlotUse::anything;
             auto tensor = self.slot(bytes, at::Device(device), reinterpret_cast<void*>(stream), use, &reason);

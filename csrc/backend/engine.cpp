@@ -100,11 +100,11 @@ Capabilities Engine::capabilities() const {
   return c;
 }
 
-Selection Engine::preselect(const Request& request, bool capturing) const {
+Selection Engine::preselect(const Request& request, const std::string& inner_only_reason) const {
   std::lock_guard<std::mutex> lock(mutex_);
   Capabilities known = capabilities();
   known.shared_memory = known.shared_memory || !connected_;
-  known.capturing = capturing;
+  known.inner_only_reason = inner_only_reason;
   return select(known, request);
 }
 
@@ -284,7 +284,6 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     fail(ErrorKind::usage, who_, wait.call, call.problem);
   }
 
-  const bool provided = transport->provided(q.op);
   std::optional<Staged> staged;
   auto offer_staging = [&] {
     const int64_t bytes = plan(q, Path::staged)->window_bytes;
@@ -293,7 +292,8 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     mine.window_offset = -1;
     mine.window_bytes = bytes;
     if (staged->window()) mine.window_offset = staged->window()->offset;
-    if (bytes > 0 && !staged->window()) {
+    // Where staging is not made yet, the records say whether anybody needs it.
+    if (mine.lacks_window() && transport->provided(q.op)) {
       mine.problem = "no memory for " + std::to_string(bytes) + " bytes of staging: " + why;
     }
   };
@@ -305,31 +305,34 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
       mine.output_in_arena = true;
       mine.window_offset = *offset;
       mine.window_bytes = call.output_bytes;
-    } else if (selection.path == Path::staged && provided) {
+    } else if (selection.path == Path::staged) {
       offer_staging();
     }
   }
   std::vector<CallRecord> records = meet(wait);
 
   size_t in_arena = 0, outputs = 0;
+  bool lacking = false;
   for (const auto& record : records) {
     in_arena += record.output_in_arena;
     outputs += record.has_output();
+    lacking = lacking || record.lacks_window();
   }
   known.outputs_known = true;
   known.every_output_in_arena = outputs > 0 && in_arena == outputs;
   selection = select(known, q);
-  if (selection.path == Path::staged && !provided) {
+  // Ranks that have been at their outputs so far may lack staging as well.
+  if (selection.path == Path::staged && (lacking || in_arena > 0) && !transport->provided(q.op)) {
     known.no_staging_reason = provide(*transport, q.op, wait);
     selection = select(known, q);
   }
-  if (selection.path == Path::staged && (in_arena > 0 || !provided)) {
+  if (selection.path == Path::staged && (lacking || in_arena > 0)) {
     // Some outputs lie in the arena and some do not, or staging is new: windows are agreed once more.
     if (in_arena > 0) {
       selection.reason = std::to_string(outputs - in_arena) + " of " + std::to_string(outputs) +
                          " ranks had no slot in the arena for the output";
     }
-    if (!staged) offer_staging();
+    if (!staged || mine.lacks_window()) offer_staging();
     records = meet(wait);
   }
   if (selection.path == Path::zero_copy && q.op == Channel::all_to_all) q.peer_offsets = peer_offsets(records, q.rank);

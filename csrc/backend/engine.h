@@ -70,7 +70,7 @@ class Engine {
   void connect();
   // Which way a call would go by what the group knows so far; the answer is final when it is Path::inner. Before the
   // group is connected: as if it had memory.
-  Selection preselect(const Request& request, bool capturing = false) const;
+  Selection preselect(const Request& request, const std::string& inner_only_reason = "") const;
   // The ranks, together, ask for memory of the arena that plain CUDA calls may write.
   void expect_plain_slots();
 

@@ -25,7 +25,7 @@ namespace {
 // all-to-all no rank knows what the others send, so it is always agreed on; so is bf16 to fp32, which nccl has not.
 std::optional<Selection> not_worth_agreeing(const Capabilities& c, const Request& q) {
   if (c.device != Device::cuda || q.layout) return std::nullopt;
-  if (c.capturing) return Selection{Path::inner, "called while a CUDA graph is captured"};
+  if (!c.inner_only_reason.empty()) return Selection{Path::inner, c.inner_only_reason};
   const bool all_gather = q.op == Channel::all_gather;
   if (!all_gather && (q.op != Channel::reduce_scatter || q.in_type != q.out_type)) return std::nullopt;
   if (q.numel * q.itemsize * q.world < c.plain_bytes) {
@@ -51,6 +51,7 @@ Selection select_all_gather(const Capabilities& c) {
 
 Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
   if (c.device == Device::cuda && !c.can_accumulate) return {Path::inner, "built without CUDA kernels"};
+  if (!c.no_staging_reason.empty()) return {Path::inner, "no memory for staging: " + c.no_staging_reason};
   return {Path::staged, q.separate_inputs ? "per-parameter inputs, no packing" : "packed input"};
 }
 

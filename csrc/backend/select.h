@@ -23,10 +23,11 @@ struct Capabilities {
   bool shared_memory = false;    // every member's memory is mapped here
   std::string no_memory_reason;  // why not
   // CUDA, calls without a layout: those of fewer bytes are not worth the ranks' agreement; whether the ranks, together,
-  // have asked for memory of the arena that such calls may write; whether a CUDA graph is being captured.
+  // have asked for memory of the arena that such calls may write; why nccl has to take such a call (empty: it need
+  // not).
   int64_t plain_bytes = 0;
   bool plain_slots = false;
-  bool capturing = false;
+  std::string inner_only_reason;
   // Per call, once the ranks have told each other.
   bool outputs_known = false;
   bool every_output_in_arena = false;

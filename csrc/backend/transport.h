@@ -82,8 +82,9 @@ class Transport {
     arena()->release(window);
   }
 
-  // Whether acquire(channel) has something to take from; the same answer on every rank. Where not, all ranks call
-  // provide() together, between two exchanges: "", or why no rank has it now.
+  // Whether memory was made from which acquire(channel) can always be served; the same answer on every rank. Where it
+  // was not and a rank has got nothing, all ranks call provide() together, between two exchanges: "", or why no rank
+  // has it now.
   virtual bool provided(Channel channel) {
     (void)channel;
     return true;

@@ -207,6 +207,143 @@ void reduce_scatter_in_one_queue() {
   });
 }
 
+// Calls without a layout: an all-gather of two-byte elements, a reduce-scatter of packed float32.
+struct Plain {
+  CudaRank& rank;
+  std::shared_ptr<std::atomic<int>> wrong = std::make_shared<std::atomic<int>>(0);
+
+  CollectiveCall gathering(int64_t numel, std::byte* output, const Words* shard) const {
+    CollectiveCall call;
+    Request& q = call.request = rank.request(Channel::all_gather, ElementType::bf16, ElementType::bf16);
+    q.numel = numel;
+    call.buffers.inputs = {shard ? reinterpret_cast<const std::byte*>(shard->data()) : nullptr};
+    call.buffers.output = output;
+    call.output_bytes = numel * rank.world() * 2;
+    auto arena = rank.engine().arena_if_connected();
+    q.output_in_arena = arena && arena->offset_of(output, call.output_bytes).has_value();
+    return call;
+  }
+  CollectiveCall reducing(int64_t numel, float* output, const float* input) const {
+    CollectiveCall call;
+    Request& q = call.request = rank.request(Channel::reduce_scatter, ElementType::f32, ElementType::f32);
+    q.numel = numel;
+    q.reduction = Reduction::sum;
+    call.buffers.inputs = {reinterpret_cast<const std::byte*>(input)};
+    call.buffers.output = reinterpret_cast<std::byte*>(output);
+    call.output_bytes = numel * 4;
+    return call;
+  }
+
+  void gather(int64_t numel, int number) {
+    const Window window = rank.slot(numel * rank.world() * 2);
+    auto* output = reinterpret_cast<uint16_t*>(rank.transport()->device_arena().address(window));
+    auto shard = std::make_shared<Words>(static_cast<size_t>(numel));
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      for (int64_t i = 0; i < numel; ++i) (*shard)[static_cast<size_t>(i)] = value(rank.rank(), i, number);
+    });
+    const Selection selection = rank.run(gathering(numel, reinterpret_cast<std::byte*>(output), shard.get()));
+    check(selection.path == Path::zero_copy, selection.reason);
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      (void)shard;
+      for (int64_t i = 0; i < numel * rank.world(); ++i) {
+        *wrong += output[i] != value(static_cast<int>(i / numel), i % numel, number);
+      }
+    });
+    rank.release(window);
+  }
+
+  void reduce(int64_t numel, int number) {
+    auto input = std::make_shared<std::vector<float>>(static_cast<size_t>(numel * rank.world()));
+    auto output = std::make_shared<std::vector<float>>(static_cast<size_t>(numel));
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      for (size_t i = 0; i < input->size(); ++i)
+        (*input)[i] = widen(value(rank.rank(), static_cast<int64_t>(i), number));
+    });
+    const Selection selection = rank.run(reducing(numel, output->data(), input->data()));
+    check(selection.path == Path::staged && selection.reason == "packed input", selection.reason);
+    FakeDriver::launch(rank.caller(), [=, *this] {
+      (void)input;
+      for (int64_t i = 0; i < numel; ++i) {
+        float sum = widen(value(0, rank.rank() * numel + i, number));
+        for (int r = 1; r < rank.world(); ++r) sum += widen(value(r, rank.rank() * numel + i, number));
+        *wrong += (*output)[static_cast<size_t>(i)] != sum;
+      }
+    });
+  }
+};
+
+void plain_calls() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().jitter_us = 200;
+    {
+      Settings settings;
+      settings.staging_bytes = 64 << 10;
+      settings.plain_bytes = 6000;
+      CudaRank me(rank, 3, directory, settings);
+      Plain plain{me};
+      Engine& engine = me.engine();
+      std::vector<std::byte> ordinary(60000);
+      const auto early = [&](const CollectiveCall& call, const std::string& inner_only = "") {
+        const Selection selection = engine.preselect(call.request, inner_only);
+        return selection.path == Path::inner ? selection.reason : std::string();
+      };
+      // What nccl is left costs neither agreement nor, before the first call, a connection.
+      const std::string small = "a plain CUDA call of fewer than 6000 bytes (TIDE_CUDA_PLAIN_BYTES)";
+      const std::string no_slots = "a plain CUDA all-gather, and no memory for outputs was taken from the group";
+      const CollectiveCall gathering = plain.gathering(1000, ordinary.data(), nullptr);
+      check(early(plain.gathering(999, ordinary.data(), nullptr)) == small, "small all-gather");
+      check(early(gathering) == no_slots, "no slots");
+      check(early(plain.reducing(499, nullptr, nullptr)) == small, "small reduce-scatter");
+      check(early(plain.reducing(500, nullptr, nullptr)).empty(), "large reduce-scatter");
+      check(early(plain.reducing(500, nullptr, nullptr), "captured") == "captured", "nccl only");
+      CollectiveCall widening = plain.reducing(1, nullptr, nullptr);
+      widening.request.in_type = ElementType::bf16;
+      widening.request.itemsize = 2;
+      check(early(widening).empty(), "bf16 to fp32 is always tide's");
+      CollectiveCall exchange;
+      exchange.request = me.request(Channel::all_to_all, ElementType::bytes, ElementType::bytes);
+      check(early(exchange).empty(), "no rank knows the size of an all-to-all");
+      check(!engine.connected(), "not connected");
+
+      me.connect();
+      for (int number = 1; number <= 5; ++number) plain.reduce(number * 3001, number);
+      engine.expect_plain_slots();
+      check(early(gathering).empty(), "slots");
+      for (int number = 6; number <= 10; ++number) plain.gather(number * 2001, number);
+      // A rank whose output lies elsewhere: agreed on, and nccl's on every rank.
+      const Window window = me.slot(6000);
+      std::byte* slot = me.transport()->device_arena().address(window);
+      Words shard(1000);
+      const Selection selection = me.run(plain.gathering(1000, rank == 1 ? ordinary.data() : slot, &shard));
+      check(selection.path == Path::inner, selection.reason);
+      check(selection.reason == "a rank had no slot in the arena for the output", selection.reason);
+      me.release(window);
+      plain.gather(1000, 11);
+      cuda::driver().stream_synchronize(me.caller());
+      check(*plain.wrong == 0, std::to_string(*plain.wrong) + " elements are wrong");
+    }
+    check_nothing_left();
+  });
+}
+
+// Ranks that leave calls of different sizes to nccl hear of it at the first call at which they meet.
+void plain_bytes_differ() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      Settings settings;
+      settings.plain_bytes = rank == 0 ? 4096 : 8192;
+      CudaRank me(rank, 2, directory, settings);
+      me.connect();
+      std::vector<float> input(8192), output(4096);
+      const Plain plain{me};
+      const Error error = caught([&] { me.run(plain.reducing(4096, output.data(), input.data())); });
+      check(error.kind() == ErrorKind::usage, error.what());
+      check_contains(error.what(), "got fewer than 4096 bytes on rank 0 and 8192 on rank 1, expected the same");
+    }
+    check_nothing_left();
+  });
+}
+
 using Splits = std::vector<std::vector<int64_t>>;  // elements that rank [r] sends to rank [q]
 
 // All-to-alls of two-byte elements. Outputs lie in slots on the ranks of `slots`, in ordinary memory on the others.
@@ -238,9 +375,10 @@ struct Exchange {
     auto ordinary = std::make_shared<Words>(in_slot ? 0 : static_cast<size_t>(total(got)));
     std::optional<Window> window;
     if (!slots.empty()) window = rank.slot(1 << 20);  // collective
-    std::byte* output = in_slot ? rank.transport()->device_arena().address(*window)
-                                : reinterpret_cast<std::byte*>(ordinary->data());
+    std::byte* output =
+        in_slot ? rank.transport()->device_arena().address(*window) : reinterpret_cast<std::byte*>(ordinary->data());
     FakeDriver::launch(rank.caller(), [=, *this] {
+      (void)ordinary;  // also when the call raises
       for (size_t i = 0; i < input->size(); ++i) (*input)[i] = value(rank.rank(), static_cast<int64_t>(i), number);
       std::memset(output, 0xA5, static_cast<size_t>(total(got) * 2));
     });
@@ -281,10 +419,12 @@ struct Exchange {
   }
 };
 
-// Even; uneven, with up to six chunks of a pair, zero rows and a rank that receives nothing; one way only; nothing.
+// Even; the same but for what rank 0 sends to the last, so that others' places move and nothing else of theirs does;
+// uneven, with up to six chunks of a pair, zero rows and a rank that receives nothing; one way only; nothing.
 std::vector<Splits> exchanges(int world) {
   const auto n = static_cast<size_t>(world);
-  Splits even(n, std::vector<int64_t>(n, 5000)), uneven = even, one_way = even, nothing = even;
+  Splits even(n, std::vector<int64_t>(n, 5000)), shifted = even, uneven = even, one_way = even, nothing = even;
+  shifted[0][n - 1] += 77;
   for (size_t r = 0; r < n; ++r) {
     for (size_t q = 0; q < n; ++q) {
       uneven[r][q] = q == n - 1 ? 0 : static_cast<int64_t>((r * 17011 + q * 40503 + 8191) % 50000 / (r == q ? 7 : 1));
@@ -292,7 +432,7 @@ std::vector<Splits> exchanges(int world) {
       nothing[r][q] = 0;
     }
   }
-  return {even, uneven, one_way, nothing, uneven};
+  return {even, shifted, uneven, one_way, nothing, uneven};
 }
 
 void exchange_many(int rank, int world, const std::string& directory) {
@@ -307,7 +447,7 @@ void exchange_many(int rank, int world, const std::string& directory) {
     for (int r = 1; r < world; ++r) some.insert(r);
     int number = 0;
     for (const Splits& splits : exchanges(world)) {
-      const bool moves = splits != exchanges(world)[3];
+      const bool moves = splits != exchanges(world)[4];
       Exchange slots{me, splits, all};
       for (int i = 0; i < 4; ++i) {
         slots.call(++number, moves ? Path::zero_copy : Path::staged,
@@ -379,7 +519,7 @@ void all_to_all_without_staging() {
       CudaRank me(rank, 3, directory);
       me.connect();
       if (rank == 1) FakeNccl::get().failing_allocations = {2};
-      Exchange exchange{me, exchanges(3)[1], {}};
+      Exchange exchange{me, exchanges(3)[2], {}};
       const Selection selection = exchange.call(1);
       check(selection.path == Path::inner, selection.reason);
       check_contains(selection.reason, "no memory for staging: rank 1: ncclMemAlloc of 2 MiB failed");
@@ -392,11 +532,12 @@ void all_to_all_without_staging() {
 
 // As in a backward pass: gathers of the next layer between reductions of the last one and exchanges of tokens, each
 // rank at its own pace.
-void both_at_once(int world) {
+void all_at_once(int world, bool slot_reuse) {
   run_ranks(world, [&](int rank, const std::string& directory) {
     FakeDriver::get().jitter_us = 200 * (rank + 1);
     {
       Settings settings;
+      settings.slot_reuse = slot_reuse;
       settings.staging_bytes = 32 << 10;
       CudaRank me(rank, world, directory, settings);
       me.connect();
@@ -404,7 +545,7 @@ void both_at_once(int world) {
       Scatter scatter{me, ElementType::bf16, ElementType::f32, 0.5, gradient_layout(world, {9001, 33})};
       std::set<int> all;
       for (int r = 0; r < world; ++r) all.insert(r);
-      Exchange staged{me, exchanges(world)[1], {}}, straight{me, exchanges(world)[0], all};
+      Exchange staged{me, exchanges(world)[2], {}}, straight{me, exchanges(world)[0], all};
       for (int i = 1; i <= 25; ++i) {
         gather.call(i, true);
         scatter.call(i);
@@ -421,8 +562,113 @@ void both_at_once(int world) {
 }
 
 void overlap() {
-  both_at_once(2);
-  both_at_once(3);
+  all_at_once(2, false);
+  all_at_once(3, false);
+}
+
+void overlap_with_slot_reuse() {
+  all_at_once(2, true);
+  all_at_once(3, true);
+}
+
+// Staging lies in slots that were given back. A rank that has none makes all get a segment for it.
+void slot_reuse() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().jitter_us = 300;
+    {
+      Settings settings;
+      settings.staging_bytes = 64 << 10;
+      settings.slot_reuse = true;
+      CudaRank me(rank, 3, directory, settings);
+      me.connect();
+      auto& arena = me.transport()->device_arena();
+      check(arena.bytes_committed() == 0, "no segment for staging");
+      Gather gather{me, slot_layout(3, {300000})};
+      Scatter scatter{me, ElementType::bf16, ElementType::f32, 1.0, gradient_layout(3, {90000})};
+      Exchange exchange{me, exchanges(3)[2], {}};
+      gather.call(1, true);
+      const int64_t slots = arena.bytes_committed();
+      for (int i = 2; i < 12; ++i) {
+        scatter.call(i);
+        gather.call(i, true);
+        exchange.call(i, Path::staged, "through staging windows");
+      }
+      check(arena.bytes_committed() == slots && arena.bytes_in_use() == 0, "staging took what the slots left");
+
+      std::optional<Window> kept;
+      if (rank == 1) {
+        std::string why;
+        kept = arena.acquire(slots, &why);  // no room left, on this rank alone
+        check(kept.has_value(), why);
+      }
+      for (int i = 12; i < 16; ++i) scatter.call(i);
+      check(arena.bytes_committed() == slots + (2 << 20), "one segment more, on every rank");
+      check(me.transport()->provided(Channel::reduce_scatter), "for reduce-scatter");
+      check(!me.transport()->provided(Channel::all_to_all), "and for nothing else");
+      if (kept) arena.release(*kept);
+      gather.call(16, true);
+      gather.finish();
+      scatter.finish();
+      exchange.finish();
+    }
+    check_nothing_left();
+  });
+}
+
+// A slot is given back while a stream, which nothing else is ordered behind, still reads it: staging that takes its
+// place waits for that, and so do the peers that write it.
+void slot_reuse_behind_a_reader() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      Settings settings;
+      settings.staging_bytes = 64 << 10;
+      settings.slot_reuse = true;
+      CudaRank me(rank, 2, directory, settings);
+      me.connect();
+      auto& arena = me.transport()->device_arena();
+      cuda::Stream reader = nullptr;
+      cuda::check(cuda::driver().stream_create(&reader, 1, 0), "stream");
+      const auto layout = slot_layout(2, {500000});
+      Scatter scatter{me, ElementType::bf16, ElementType::f32, 1.0, gradient_layout(2, {90000})};
+      std::atomic<int> wrong{0};
+      for (int number = 1; number <= 3; ++number) {
+        const Window window = me.slot(layout->total_gathered_numel() * 2);
+        auto* words = reinterpret_cast<uint16_t*>(arena.address(window));
+        FakeDriver::launch(me.caller(), [=] {
+          for (int64_t i = 0; i < 500000; ++i) words[rank * 500000 + i] = value(rank, i, number);
+        });
+        me.run(me.all_gather(layout, reinterpret_cast<std::byte*>(words), nullptr));
+        join(me.caller(), reader);
+        FakeDriver::launch(reader, [&wrong, words, number] {
+          std::this_thread::sleep_for(200ms);
+          for (int64_t i = 0; i < 1000000; ++i)
+            wrong += words[i] != value(static_cast<int>(i / 500000), i % 500000, number);
+        });
+        me.release(window, reader);
+        scatter.call(number);
+        cuda::driver().stream_synchronize(reader);
+      }
+      scatter.finish();
+      check(wrong == 0, std::to_string(wrong) + " elements were overwritten under the reader");
+      cuda::driver().stream_destroy(reader);
+    }
+    check_nothing_left();
+  });
+}
+
+void slot_reuse_differs() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    {
+      Settings settings;
+      settings.slot_reuse = rank == 2;
+      CudaRank me(rank, 3, directory, settings);
+      me.engine().connect();
+      const auto [shared, why] = me.engine().shared_memory();
+      check(!shared, "not connected");
+      check_contains(why, "got TIDE_SLOT_REUSE=0 on rank 0 and 1 on rank 2, expected the same on every rank");
+    }
+    check_nothing_left();
+  });
 }
 
 // Two groups of the same ranks, used by turns.
@@ -581,8 +827,14 @@ const std::map<std::string, void (*)()> kCases{{"all_gather", all_gather},
                                                {"capture_elsewhere", capture_elsewhere},
                                                {"forked_child", forked_child},
                                                {"overlap", overlap},
+                                               {"overlap_with_slot_reuse", overlap_with_slot_reuse},
+                                               {"plain_bytes_differ", plain_bytes_differ},
+                                               {"plain_calls", plain_calls},
                                                {"reduce_scatter", reduce_scatter},
                                                {"reduce_scatter_in_one_queue", reduce_scatter_in_one_queue},
+                                               {"slot_reuse", slot_reuse},
+                                               {"slot_reuse_behind_a_reader", slot_reuse_behind_a_reader},
+                                               {"slot_reuse_differs", slot_reuse_differs},
                                                {"storage_outlives_group", storage_outlives_group},
                                                {"two_groups", two_groups},
                                                {"uneven_free_lists", uneven_free_lists}};

@@ -61,10 +61,16 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   NcclUniqueId id{};
   problem = "";
   if (who.rank == 0 && nccl().unique_id(&id) != 0) problem = "ncclGetUniqueId failed";
-  const auto ids =
-      control.transport->exchange(Channel::memory, ++sequence, std::string(id.bytes, sizeof id.bytes), soon());
+  // What this rank does about staging must be what all do.
+  const std::string mine = std::string(id.bytes, sizeof id.bytes) + (options.slot_reuse ? '1' : '0');
+  const auto ids = control.transport->exchange(Channel::memory, ++sequence, mine, soon());
   control.transport->complete(Channel::memory, sequence);
   std::memcpy(id.bytes, ids[0].data(), sizeof id.bytes);
+  for (size_t r = 1; r < ids.size(); ++r) {
+    if (ids[r].back() == ids[0].back()) continue;
+    problem = std::string("got TIDE_SLOT_REUSE=") + ids[0].back() + " on rank 0 and " + ids[r].back() + " on rank " +
+              std::to_string(r) + ", expected the same on every rank; set it alike everywhere";
+  }
   if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
 
   // What one rank can find out alone comes before NCCL's start, which would wait for a rank that has failed.
@@ -84,7 +90,7 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   std::string why = agree(*control.transport, ++sequence, problem, in_time());
   if (!why.empty()) return {nullptr, why};
   transport->memory_calls_ = sequence;
-  why = transport->provide(Channel::reduce_scatter, in_time());
+  if (!options.slot_reuse) why = transport->provide(Channel::reduce_scatter, in_time());
   if (!why.empty()) return {nullptr, why};
   return {transport, ""};
 }
@@ -145,8 +151,8 @@ DevicePtr CudaTransport::device_word(int owner, Channel channel, Flag flag, int 
   return mapped + static_cast<DevicePtr>(word - host);
 }
 
-// Collective. "" or why no rank has grown.
-std::string CudaTransport::grow(int64_t bytes, const Wait& wait) {
+// Collective. "" or why no rank has grown. Where `taken` is empty, this rank gets the new room.
+std::string CudaTransport::grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken) {
   std::string problem = arena_->allocate(bytes);
   if (!problem.empty() && options_.free_cached_memory) {
     options_.free_cached_memory();
@@ -161,37 +167,47 @@ std::string CudaTransport::grow(int64_t bytes, const Wait& wait) {
     why = agree(*control_, ++memory_calls_, problem, wait);
   }
   if (why.empty()) {
-    arena_->commit_pending();
+    const Window window = arena_->commit_pending(*taken ? 0 : bytes);
+    if (!*taken) *taken = window;
   } else {
     arena_->drop_pending(comm_);
   }
   return why;
 }
 
+// Ranks tell each other what memory they ask for, and whether it takes growth. True: some rank needs that.
+bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait& wait) {
+  constexpr char kFits[] = " fits", kGrow[] = " grow";
+  const auto all = control_->exchange(Channel::memory, ++memory_calls_, what + (grow ? kGrow : kFits), wait);
+  control_->complete(Channel::memory, memory_calls_);
+  bool any = false;
+  for (size_t r = 0; r < all.size(); ++r) {
+    any = any || all[r] == what + kGrow;
+    if (all[r] == what + kGrow || all[r] == what + kFits) continue;
+    fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
+         "ranks asked for slots of different sizes; got " + what + " here and " + all[r] + " on rank " +
+             std::to_string(r) +
+             ", expected the same; shard the same parameters, or ask in the same order, on every "
+             "rank");
+  }
+  return any;
+}
+
 std::optional<Window> CudaTransport::slot(int64_t bytes, Stream stream, const Wait& wait, std::string* why) {
   auto window = arena_->acquire(bytes, why);
   // Reshard is rank-local, so free lists may differ: one rank's need makes all grow, in the same call on all.
-  const auto needs = control_->exchange(Channel::memory, ++memory_calls_,
-                                        std::to_string(bytes) + (window ? " fits" : " grow"), wait);
-  control_->complete(Channel::memory, memory_calls_);
   bool grow_now = false;
-  for (size_t r = 0; r < needs.size(); ++r) {
-    if (std::stoll(needs[r]) != bytes) {
-      if (window) arena_->release(*window);
-      fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
-           "ranks asked for slots of different sizes; got " + std::to_string(bytes) + " bytes here and " + needs[r] +
-               " on rank " + std::to_string(r) + ", expected the same; shard the same parameters on every rank");
-    }
-    grow_now = grow_now || needs[r].find("grow") != std::string::npos;
+  try {
+    grow_now = ask_together(std::to_string(bytes) + " bytes", !window, wait);
+  } catch (...) {
+    if (window) arena_->release(*window);
+    throw;
   }
   if (grow_now) {
-    const std::string problem = grow(bytes, wait);
+    const std::string problem = grow(bytes, wait, &window);
     if (!window) {
-      if (!problem.empty()) {
-        *why = problem;
-        return std::nullopt;
-      }
-      window = arena_->acquire(bytes, why);
+      *why = problem;
+      return std::nullopt;
     }
   }
   if (window) arena_->wait_until_free(*window, stream);
@@ -232,21 +248,27 @@ bool CudaTransport::provided(Channel channel) {
   return staging_[static_cast<size_t>(channel)].segment.has_value();
 }
 
-// Growth, and so the answer, is every rank's. Nobody takes the new room in between: slots are given out in the same
-// order of calls.
 std::string CudaTransport::provide(Channel channel, const Wait& wait) {
-  std::string why = grow(options_.staging_bytes, wait);
+  std::optional<Window> segment;
+  ask_together(std::string("staging of ") + to_string(channel), true, wait);
+  const std::string why = grow(options_.staging_bytes, wait, &segment);
   if (!why.empty()) return why;
-  const Window segment = arena_->acquire(options_.staging_bytes, &why).value();
   std::lock_guard<std::mutex> lock(staging_mutex_);
   Staging& staging = staging_[static_cast<size_t>(channel)];
-  staging.ranges.grow(segment.bytes);
+  staging.ranges.grow(segment->bytes);
   staging.segment = segment;
   return "";
 }
 
-// Staging is used in stream order; it never competes with parameters for room.
+// Used in stream order, behind whatever the range held before: peers write it only after this rank's ready flag, which
+// is behind that too. A segment of its own never competes with parameters for room; a slot that was given back may.
 std::optional<Window> CudaTransport::acquire(Channel channel, int64_t bytes, std::string* why) {
+  if (options_.slot_reuse) {
+    if (auto window = arena_->acquire(bytes, why)) {
+      arena_->wait_until_free(*window, stream(channel));
+      return window;
+    }
+  }
   Staging& staging = staging_[static_cast<size_t>(channel)];
   std::optional<int64_t> at;
   {
@@ -281,7 +303,12 @@ void CudaTransport::release(Channel channel, const Window& window) {
   if (broke) return;
   std::lock_guard<std::mutex> lock(staging_mutex_);
   Staging& staging = staging_[static_cast<size_t>(channel)];
-  staging.ranges.give_back(window.offset - staging.segment->offset);
+  const int64_t local = staging.segment ? window.offset - staging.segment->offset : -1;
+  if (local >= 0 && local < staging.segment->bytes) {
+    staging.ranges.give_back(local);
+  } else {
+    arena_->release(window);
+  }
 }
 
 void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {

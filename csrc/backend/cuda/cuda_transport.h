@@ -2,10 +2,11 @@
 //
 // Data: windows lie in the DeviceArena; peers' windows are plain addresses here. Copies of one channel run on that
 // channel's own stream, batched up to the next flag; those within the device are done by a kernel, behind the batch.
-// Flags: the control tables of an shm transport, registered with the driver; a stream writes a peer's word and waits for its own. Measured on two H200: a round trip through host
-// words takes 10.8 us, through words in device memory 9.4 us. In host memory the CPU can read them (who is
-// missing) and release them (give up), so they are there. Devices that cannot flush remote writes need no flush
-// here: a stream write comes behind a barrier that orders the copies before it.
+// Flags: the control tables of an shm transport, registered with the driver; a stream writes a peer's word and waits
+// for its own. Measured on two H200: a round trip through host words takes 10.8 us, through words in device memory 9.4
+// us. In host memory the CPU can read them (who is missing) and release them (give up), so they are there. Devices that
+// cannot flush remote writes need no flush here: a stream write comes behind a barrier that orders the copies before
+// it.
 #pragma once
 
 #include <array>
@@ -16,8 +17,8 @@
 #include <mutex>
 #include <tuple>
 
-#include "../error.h"
 #include "../../kernels/place_cuda.h"
+#include "../error.h"
 #include "../fork_guard.h"
 #include "../shm_transport.h"
 #include "device_arena.h"
@@ -29,8 +30,11 @@ namespace tide::cuda {
 
 struct CudaOptions {
   ShmOptions shm;
-  // Of one kind of call. The first segment is kept for reduce-scatter's; all-to-all's comes with its first need.
+  // Of one kind of call. The first segment is reduce-scatter's; all-to-all's comes with its first need.
   int64_t staging_bytes = 64 << 20;
+  // Staging lies in slots that have been given back, where one is large enough; a segment comes only with the first
+  // call for which none is.
+  bool slot_reuse = false;
   std::array<Stream, kChannels> streams{};
   // Called on a thread of tide's own when the device waits for what will not come. Ends the process, or poisons the
   // group and returns; then the waits are released.
@@ -38,7 +42,7 @@ struct CudaOptions {
   // Makes room on the device after an allocation failed, which is then tried once more. May be null.
   std::function<void()> free_cached_memory;
   std::chrono::milliseconds timeout{600000};  // of NCCL's own start and registrations
-  int accumulate_ctas = 32;  // also of copies within the device
+  int accumulate_ctas = 32;                   // also of copies within the device
 };
 
 struct CudaResult {
@@ -96,7 +100,8 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
 
   void map_tables();
   void open(const NcclUniqueId& id);
-  std::string grow(int64_t bytes, const Wait& wait);
+  bool ask_together(const std::string& what, bool grow, const Wait& wait);
+  std::string grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken);
   void flush(Channel channel);
   void copy_batch(Channel channel, Batch& batch);
   std::string diagnose(Channel channel, uint64_t sequence, bool late, const std::string& failure);

@@ -54,6 +54,31 @@ def test_even_without_splits() -> None:
     run_ranks(4, even_without_splits)
 
 
+def into_slots(rank: int, world: int, splits: Splits, with_slot: list[int]) -> None:
+    """Outputs in the arena on the ranks of ``with_slot``."""
+    inputs = [random_bytes(3, r, sum(splits[r]), torch.float32) for r in range(world)]
+    received = [splits[r][rank] for r in range(world)]
+    for _ in range(3):
+        out = torch.empty(sum(received))
+        if rank in with_slot:
+            slot, why = backend().slot(out.nbytes)
+            assert slot is not None, why
+            out = slot.view(torch.float32)[: out.numel()]
+        dist.all_to_all_single(out, tensor(inputs[rank], torch.float32), received, splits[rank])
+        check_bits(out, oracle.all_to_all(inputs, splits)[rank])
+        expect_path("zero_copy" if len(with_slot) == world else "staged")
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_outputs_in_the_arena(without: int) -> None:
+    run_ranks(3, into_slots, [[300, 7, 20], [0, 5, 1], [4, 0, 0]], list(range(without, 3)))
+    run_ranks(3, into_slots, [[40_000] * 3] * 3, list(range(without, 3)))
+
+
+def test_a_rank_that_receives_nothing_needs_no_slot() -> None:
+    run_ranks(3, into_slots, [[3, 0, 2], [1, 0, 2], [9, 0, 0]], [0, 1, 2])
+
+
 UNEVEN = {
     "asymmetric": [[3, 2, 1], [2, 2, 2], [1, 2, 3]],
     "one rank sends nothing": [[0, 0, 0], [4, 1, 2], [3, 0, 5]],

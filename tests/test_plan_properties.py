@@ -160,8 +160,10 @@ def test_reduce_scatter(
 
 
 @examples
-@given(worlds, st.sampled_from([1, 2, 4, 8, 12]), st.data(), staging, st.integers(0, 1 << 30))
-def test_all_to_all(world: int, itemsize: int, draw: st.DataObject, stage: dict, seed: int) -> None:
+@given(worlds, st.sampled_from([1, 2, 4, 8, 12]), st.booleans(), st.data(), staging, st.integers(0, 1 << 30))
+def test_all_to_all(
+    world: int, itemsize: int, in_arena: bool, draw: st.DataObject, stage: dict, seed: int
+) -> None:
     sent = st.one_of(st.just(0), st.integers(0, 120))
     splits = [[draw.draw(sent) for _ in range(world)] for _ in range(world)]
     data = np.random.default_rng(seed)
@@ -177,6 +179,8 @@ def test_all_to_all(world: int, itemsize: int, draw: st.DataObject, stage: dict,
             sum(splits[r]),
             in_splits=splits[r],
             out_splits=received[r],
+            in_arena=in_arena,
+            peer_offsets=[sum(received[q][:r]) for q in range(world)],
             **stage,
         )
         for r in range(world)

@@ -294,13 +294,31 @@ all_to_all staged rank 0/3 window 256B
   signal ready -> 2 #1
   wait ready <- 1 #1
   wait ready <- 2 #1
-  copy in0+0 -> out+0 8B
   copy in0+8 -> win2+0 16B
   signal data -> 2 #1
+  copy in0+0 -> out+0 8B
   wait data <- 1 #1
   copy win0+0 -> out+8 64B
   wait data <- 1 #2
   copy win0+64 -> out+72 16B
+""",
+        )
+
+    def test_zero_copy_writes_where_the_peers_splits_say(self) -> None:
+        """Rank 1 of 3: nothing from rank 2, nothing to rank 0, where others' parts lie before its own."""
+        more = {"in_splits": [0, 5, 4], "out_splits": [3, 5, 0], "peer_offsets": [7, 3, 6]}
+        self.assertExpectedInline(
+            show("all_to_all", 1, 3, 9, in_arena=True, **more),
+            """\
+all_to_all zero_copy rank 1/3 window 0B
+  signal ready -> 2 #1
+  signal ready -> 0 #1
+  wait ready <- 2 #1
+  wait ready <- 0 #1
+  copy in0+20 -> win2+24 16B
+  signal data -> 2 #1
+  copy in0+0 -> out+12 20B
+  wait data <- 0 #1
 """,
         )
 
@@ -322,6 +340,10 @@ class PlansThatCannotBe(TestCase):
     def test_unknown_op(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "expected all_gather, reduce_scatter or all_to_all"):
             show("gather", 0, 2, 3)
+
+    def test_all_to_all_into_the_arena_without_places(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "an all_to_all into the arena needs peer_offsets, one per rank"):
+            show("all_to_all", 0, 2, 3, in_splits=[0, 3], out_splits=[0, 0], in_arena=True)
 
     def test_reduction_without_types(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "reduce_scatter needs in_type and out_type"):

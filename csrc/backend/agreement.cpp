@@ -1,5 +1,6 @@
 #include "agreement.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "error.h"
@@ -65,10 +66,16 @@ std::string CallRecord::encode() const {
   put(out, static_cast<uint64_t>(window_bytes));
   put(out, uint64_t{output_in_arena});
   put(out, static_cast<uint64_t>(staging_bytes));
+  put(out, static_cast<uint64_t>(plain_bytes));
   put(out, problem);
   put(out, in_splits);
   put(out, out_splits);
   return out;
+}
+
+bool CallRecord::has_output() const {
+  if (out_splits.empty()) return true;
+  return std::any_of(out_splits.begin(), out_splits.end(), [](int64_t n) { return n > 0; });
 }
 
 CallRecord CallRecord::decode(const std::string& bytes) {
@@ -80,6 +87,7 @@ CallRecord CallRecord::decode(const std::string& bytes) {
   record.window_bytes = static_cast<int64_t>(reader.word());
   record.output_in_arena = reader.word() != 0;
   record.staging_bytes = static_cast<int64_t>(reader.word());
+  record.plain_bytes = static_cast<int64_t>(reader.word());
   record.problem = reader.text();
   record.in_splits = reader.list();
   record.out_splits = reader.list();
@@ -118,6 +126,13 @@ std::optional<std::string> mismatch(const std::vector<CallRecord>& records) {
     return "ranks have different staging budgets; got " + std::to_string(records[0].staging_bytes) +
            " bytes on rank 0 and " + std::to_string(records[r].staging_bytes) + " on rank " + std::to_string(r) +
            ", expected the same on every rank; set TIDE_STAGING_BYTES (or TIDE_CUDA_STAGING_BYTES) alike everywhere";
+  }
+  for (size_t r = 1; r < records.size(); ++r) {
+    if (records[r].plain_bytes == records[0].plain_bytes) continue;
+    return "ranks leave plain CUDA calls of different sizes to nccl; got fewer than " +
+           std::to_string(records[0].plain_bytes) + " bytes on rank 0 and " + std::to_string(records[r].plain_bytes) +
+           " on rank " + std::to_string(r) +
+           ", expected the same on every rank; set TIDE_CUDA_PLAIN_BYTES alike everywhere";
   }
   for (size_t r = 1; r < records.size(); ++r) {
     if (records[r].contract == records[0].contract) continue;

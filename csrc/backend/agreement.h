@@ -17,8 +17,14 @@ struct CallRecord {
   int64_t window_bytes = 0;
   bool output_in_arena = false;
   int64_t staging_bytes = 0;  // ranks that cut chunks differently would read the wrong bytes
+  int64_t plain_bytes = 0;    // ranks that differ would not meet at calls of sizes in between
   std::string problem;  // why this rank cannot take part ("no memory for ..."); empty: it can
   std::vector<int64_t> in_splits, out_splits;
+
+  // Whether there is something that peers may write; a rank of an all-to-all may receive nothing.
+  bool has_output() const;
+  // A rank that needs a window and has none.
+  bool lacks_window() const { return window_bytes > 0 && window_offset < 0; }
 
   std::string encode() const;
   static CallRecord decode(const std::string& bytes);

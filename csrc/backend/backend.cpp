@@ -104,6 +104,14 @@ CudaSide* TideBackend::cuda_side(at::Device device) {
   return cuda_.get();
 }
 
+CudaSide* TideBackend::plain_side(at::Device device) {
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_ && cuda_->device() != device) return nullptr;
+  }
+  return cuda_side(device);
+}
+
 c10::intrusive_ptr<c10d::Backend::Options> TideBackend::getBackendOptions() {
   return c10::make_intrusive<BackendOptions>(*options_);
 }
@@ -247,14 +255,39 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   return inner_work;
 }
 
+std::string TideBackend::inner_only_reason(CudaSide& side, const Request& q) {
+  if (side.capturing()) return "called while a CUDA graph is captured";
+  // Between startCoalescing and endCoalescing NCCL's own group may be open on this thread, and tide's start and growth
+  // call NCCL.
+  const bool nccl_has_it = q.op != Channel::reduce_scatter || q.in_type == q.out_type;
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  return coalescing_ && nccl_has_it ? "issued as one with other calls" : "";
+}
+
+c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(Engine& engine, Issue& issue, const Selection& why) {
+  Lane& lane = engine.lane(issue.call.request.op);
+  const uint64_t ticket = lane.take_ticket();
+  const auto note = [&] {
+    const uint64_t id = begin_record(engine, issue, ticket);
+    engine.recorder().update(id, why.path, why.reason);
+    engine.recorder().end(id, false);
+  };
+  lane.run(ticket, note, interrupted_);
+  return issue.inner();
+}
+
 c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue issue) {
   const Channel channel = issue.call.request.op;
   check_process(to_string(channel));
   at::RecordFunction profiled(at::RecordScope::USER_SCOPE);
   if (profiled.isActive()) profiled.before(std::string("tide::") + to_string(channel));
   c10::DeviceGuard guard(side.device());
-  side.connect();
   Engine& engine = side.engine();
+  if (!issue.call.request.layout) {
+    const Selection early = engine.preselect(issue.call.request, inner_only_reason(side, issue.call.request));
+    if (early.path == Path::inner) return leave_to_inner(engine, issue, early);
+  }
+  side.connect();
   Lane& lane = engine.lane(channel);
   const uint64_t ticket = lane.take_ticket();
   issue.call.record_id = begin_record(engine, issue, ticket);
@@ -277,8 +310,11 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   const c10::Stream current = side.current_stream();
   if (!issue.async || issue.after) done->block(current);
   if (issue.after) issue.after();
-  return c10::make_intrusive<CudaWork>(getRank(), issue.op, std::move(*done), issue.outputs, side.shared_engine(),
-                                       side.stream(channel));
+  c10::intrusive_ptr<c10d::Work> work = c10::make_intrusive<CudaWork>(
+      getRank(), issue.op, std::move(*done), issue.outputs, side.shared_engine(), side.stream(channel));
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
 }
 
 c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -286,10 +322,9 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
   auto applied = LayoutTable::global().take(output);
   CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
-    // A plain CUDA call is nccl's, and costs no agreement; see select.
-    if (!applied) return inner(output.device().type())->_allgather_base(output, input, opts);
-    side = output.is_cuda() && input.is_cuda() ? cuda_side(output.device()) : nullptr;
-    if (!side) return gather_by_packing(*inner(output.device().type()), output, input, *applied, opts);
+    if (output.is_cuda() && input.is_cuda()) side = applied ? cuda_side(output.device()) : plain_side(output.device());
+    if (!side && applied) return gather_by_packing(*inner(output.device().type()), output, input, *applied, opts);
+    if (!side) return inner(output.device().type())->_allgather_base(output, input, opts);
   }
   Issue issue;
   issue.op = c10d::OpType::_ALLGATHER_BASE;
@@ -379,12 +414,11 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   const auto [op, scale] = reduction(opts.reduceOp, getSize(), at::isIntegralType(sample.scalar_type(), true));
   CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
-    auto& backend = *inner(output.device().type());
-    if (!applied && input.scalar_type() == output.scalar_type()) {
-      return backend._reduce_scatter_base(output, input, opts);
-    }
-    side = output.is_cuda() && input.is_cuda() ? cuda_side(output.device()) : nullptr;
-    if (!side) return scatter_by_packing(backend, output, input, applied, scale, opts);
+    // One type in and out is nccl's as well.
+    const bool plain = !applied && input.scalar_type() == output.scalar_type();
+    if (output.is_cuda() && input.is_cuda()) side = plain ? plain_side(output.device()) : cuda_side(output.device());
+    if (!side && plain) return inner(output.device().type())->_reduce_scatter_base(output, input, opts);
+    if (!side) return scatter_by_packing(*inner(output.device().type()), output, input, applied, scale, opts);
   }
   Issue issue;
   issue.op = c10d::OpType::_REDUCE_SCATTER_BASE;
@@ -456,7 +490,9 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   }
   issue.inner = [this, output, input, applied, opts, scale = scale, sum = op == Reduction::sum]() mutable {
     auto& backend = *inner(output.device().type());
-    if (applied || (sum && (scale != 1.0 || input.scalar_type() != output.scalar_type()))) {
+    // gloo has no AVG and no PREMUL_SUM; nccl has.
+    const bool scaled = scale != 1.0 && output.is_cpu();
+    if (applied || (sum && (scaled || input.scalar_type() != output.scalar_type()))) {
       return scatter_by_packing(backend, output, input, applied, scale, opts);
     }
     return backend._reduce_scatter_base(output, input, opts);
@@ -504,8 +540,10 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
                                                           std::vector<int64_t>& out_splits,
                                                           std::vector<int64_t>& in_splits,
                                                           const c10d::AllToAllOptions& opts) {
+  CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
-    return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
+    side = output.is_cuda() && input.is_cuda() ? plain_side(output.device()) : nullptr;
+    if (!side) return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
   }
   Issue issue;
   issue.op = c10d::OpType::ALLTOALL_BASE;
@@ -526,12 +564,14 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
   if (problem.empty()) {
     issue.call.buffers.inputs = {static_cast<const std::byte*>(repaired(input, issue).const_data_ptr())};
     at::Tensor out = repaired_output(output, issue);
+    q.output_in_arena = in_arena(out);
     issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
   }
   issue.inner = [this, output, input, out_splits, in_splits, opts]() mutable {
-    return inner(c10::DeviceType::CPU)->alltoall_base(output, input, out_splits, in_splits, opts);
+    return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
   };
+  if (side) return issue_cuda(*side, std::move(issue));
   return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
 }
 

@@ -89,12 +89,13 @@ class TideBackend : public c10d::Backend {
   // The group of `ranks` (of this group); null on ranks that are not among them. Every rank of this group calls it.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
-  // Calls between the two start at once, as outside; endCoalescing returns one handle for those on CPU tensors and
-  // for what the inner backend coalesced, null when there was none.
+  // Calls between the two start at once, as outside; endCoalescing returns one handle for those on CPU tensors, for
+  // tide's own on CUDA tensors and for what the inner backend coalesced, null when there was none.
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
-  // CPU: a slot of the arena (collective at a group's first call); without one, ordinary memory and a warning.
+  // A slot of the arena; without one, ordinary memory and a warning. Collective: on CPU at a group's first call, on
+  // CUDA at every call, with the same size on every rank.
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
@@ -107,7 +108,8 @@ class TideBackend : public c10d::Backend {
   // The arena, for the FSDP2 seam and for callers that want zero-copy outputs. slot() connects the group
   // (collective at the first call); nothing when there is no shared memory or no memory (`reason` says which).
   // CUDA: collective at every call, with the same size on every rank; `current_stream` is the caller's.
-  std::optional<at::Tensor> slot(int64_t bytes, at::Device device, void* current_stream, std::string* reason);
+  std::optional<at::Tensor> slot(int64_t bytes, at::Device device, void* current_stream, SlotUse use,
+                                 std::string* reason);
   bool in_arena(const at::Tensor& tensor);
   // (whether tide carries this device's calls, why not); connect() makes the group's shared memory first.
   std::pair<bool, std::string> connect(at::Device device);
@@ -134,9 +136,15 @@ class TideBackend : public c10d::Backend {
   };
   c10::intrusive_ptr<c10d::Work> issue(Issue issue);
   c10::intrusive_ptr<c10d::Work> issue_cuda(CudaSide& side, Issue issue);
+  // Why a call without a layout has to be nccl's, for reasons that a right program gives all ranks alike; "" when none.
+  std::string inner_only_reason(CudaSide& side, const Request& q);
+  // Notes that the call is the inner backend's, in its turn, and makes it there.
+  c10::intrusive_ptr<c10d::Work> leave_to_inner(Engine& engine, Issue& issue, const Selection& why);
   uint64_t begin_record(Engine& engine, const Issue& issue, uint64_t ticket);
   // The CUDA half for tensors on `device`; null when tide does not carry its calls in this group.
   CudaSide* cuda_side(at::Device device);
+  // The same for calls that nccl takes as well: also null on another GPU than the group's, an error otherwise.
+  CudaSide* plain_side(at::Device device);
   Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
   at::Tensor repaired(const at::Tensor& tensor, Issue& issue) const;
   at::Tensor repaired_output(at::Tensor& output, Issue& issue) const;

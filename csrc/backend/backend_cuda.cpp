@@ -32,6 +32,7 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
   cuda::CudaOptions cuda;
   cuda.shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
   cuda.staging_bytes = options.cuda_staging_bytes;
+  cuda.slot_reuse = options.slot_reuse;
   cuda.accumulate_ctas = static_cast<int>(options.accumulate_ctas);
   cuda.streams = streams;
   cuda.timeout = options.timeout;
@@ -50,16 +51,28 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
   result.device = Device::cuda;
   result.can_accumulate = accumulate_launch() != nullptr;
   result.staging.budget_bytes = options.cuda_staging_bytes;
+  result.plain_bytes = options.cuda_plain_bytes;
   result.recorded_calls = static_cast<size_t>(options.recorded_calls);
   return result;
+}
+
+// Channels whose streams may still use a slot that is given back without a wait for its last call.
+std::vector<Channel> users(SlotUse use) {
+  switch (use) {
+    case SlotUse::parameters:  // not behind the reductions that are queued while parameters are resharded
+      return {Channel::all_gather};
+    case SlotUse::anything:
+      break;
+  }
+  return {Channel::all_gather, Channel::reduce_scatter, Channel::all_to_all};
 }
 
 // Gives a slot back when its last storage lets go, on whichever thread that happens. What this thread's current
 // stream has been given by now is the last that reads the slot. Never throws: a destructor calls it.
 class SlotRelease {
  public:
-  SlotRelease(std::shared_ptr<cuda::CudaTransport> transport, Window window, at::Device device)
-      : transport_(std::move(transport)), window_(window), device_(device), owner_(getpid()) {}
+  SlotRelease(std::shared_ptr<cuda::CudaTransport> transport, Window window, SlotUse use, at::Device device)
+      : transport_(std::move(transport)), window_(window), use_(use), device_(device), owner_(getpid()) {}
 
   void operator()(void*) const {
     if (owner_ != getpid()) return;
@@ -68,8 +81,8 @@ class SlotRelease {
       // Also makes the device's context current, which the driver's own calls need.
       auto last_use = std::make_shared<c10::Event>(c10::DeviceType::CUDA);
       last_use->record(current_stream(device_));
-      // An all-gather whose result nobody waited for may still be writing.
-      transport_->note_use(Channel::all_gather, window_);
+      // A call whose result nobody waited for may still be at it; record_stream() knows nothing of this memory.
+      for (const Channel channel : users(use_)) transport_->note_use(channel, window_);
       transport_->device_arena().release_behind(window_, last_use->eventId(), last_use);
     } catch (const std::exception&) {
       // The device is lost or the process is ending: nobody will ask for the range again.
@@ -79,6 +92,7 @@ class SlotRelease {
  private:
   std::shared_ptr<cuda::CudaTransport> transport_;
   Window window_;
+  SlotUse use_;
   at::Device device_;
   pid_t owner_;
 };
@@ -140,6 +154,16 @@ void CudaSide::abort(const std::string& reason) {
 
 c10::Stream CudaSide::current_stream() const { return tide::current_stream(device_); }
 
+void* CudaSide::current_handle() const { return handle(current_stream()); }
+
+bool CudaSide::capturing() {
+  if (!context_) return false;
+  enter();
+  int capturing = 0;
+  cuda::check(cuda::driver().stream_is_capturing(current_handle(), &capturing), "cuStreamIsCapturing");
+  return capturing != 0;
+}
+
 // torch's stream id of a stream that it did not make is the handle itself.
 c10::Stream CudaSide::stream(Channel channel) const {
   return c10::Stream(c10::Stream::UNSAFE, device_,
@@ -173,7 +197,7 @@ c10::Event CudaSide::after(Channel channel) {
   return done;
 }
 
-std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, std::chrono::milliseconds timeout,
+std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, SlotUse use, std::chrono::milliseconds timeout,
                                          const std::function<void()>& interrupted, std::string* reason) {
   if (!connect()) {
     *reason = engine_->shared_memory().second;
@@ -181,6 +205,7 @@ std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, std::chro
   }
   c10::DeviceGuard guard(device_);
   refuse_capture(current, "slot");
+  if (use == SlotUse::anything) engine_->expect_plain_slots();
   // Growth is collective, so slots are asked for in one order.
   Lane& lane = engine_->lane(Channel::memory);
   const uint64_t ticket = lane.take_ticket();
@@ -193,7 +218,8 @@ std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, std::chro
   };
   lane.run(ticket, [&] { engine_->guarded(wait.call, ask); }, interrupted);
   if (!window) return std::nullopt;
-  return at::from_blob(transport->device_arena().address(*window), {bytes}, SlotRelease(transport, *window, device_),
+  return at::from_blob(transport->device_arena().address(*window), {bytes},
+                       SlotRelease(transport, *window, use, device_),
                        at::TensorOptions().dtype(at::kByte).device(device_), device_);
 }
 

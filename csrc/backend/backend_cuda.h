@@ -14,6 +14,9 @@
 
 namespace tide {
 
+// parameters: the output of all-gathers with a layout, FSDP2's. anything: what a caller may give to any plain call.
+enum class SlotUse : uint8_t { parameters, anything };
+
 class CudaSide {
  public:
   CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const BackendOptions& options, at::Device device);
@@ -23,6 +26,9 @@ class CudaSide {
   std::shared_ptr<Engine> shared_engine() { return engine_; }
   at::Device device() const { return device_; }
   c10::Stream current_stream() const;
+  void* current_handle() const;
+  // Whether a CUDA graph is captured on the caller's stream.
+  bool capturing();
   c10::Stream stream(Channel channel) const;
   // Whether tide carries CUDA calls of this group. Raises while a CUDA graph is captured.
   bool connect();
@@ -42,12 +48,9 @@ class CudaSide {
     return after(channel);
   }
 
-  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, std::chrono::milliseconds timeout,
+  // Collective at every call.
+  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, SlotUse use, std::chrono::milliseconds timeout,
                                  const std::function<void()>& interrupted, std::string* reason);
-  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, std::chrono::milliseconds timeout,
-                                 std::string* reason) {
-    return slot(bytes, current_stream, timeout, nullptr, reason);
-  }
   void shutdown() { engine_->shutdown(); }
   // The caller gives the group up: waits on the device end, and what they guarded is garbage.
   void abort(const std::string& reason);

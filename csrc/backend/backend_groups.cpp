@@ -1,8 +1,9 @@
 // Groups made from this one, calls issued as one, memory for callers, hooks.
 #include <ATen/Context.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend.h"
 #include "work.h"
@@ -75,17 +76,25 @@ WorkPtr TideBackend::endCoalescing() {
 
 // PyTorch passes the index alone; a CPU device has none.
 bool TideBackend::supportsTensorAlloc(c10::DeviceIndex index) {
-  if (index >= 0 && at::hasCUDA()) return inner(c10::DeviceType::CUDA)->supportsTensorAlloc(index);
-  return getSize() > 1 && options_->shared_memory;
+  if (index < 0 || !at::hasCUDA()) return getSize() > 1 && options_->shared_memory;
+  return (getSize() > 1 && options_->cuda) || inner(c10::DeviceType::CUDA)->supportsTensorAlloc(index);
 }
 
 at::Tensor TideBackend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK(size >= 0, "tide: allocate_tensor: got ", size, " elements, expected 0 or more");
-  if (!options.device().is_cpu()) return inner(options.device().type())->allocateTensor(size, options);
+  at::Device device = options.device();
+  void* stream = nullptr;
+  if (!device.is_cpu()) {
+    if (device.is_cuda() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+    CudaSide* side = device.is_cuda() ? plain_side(device) : nullptr;
+    if (!side) return inner(device.type())->allocateTensor(size, options);
+    if (side->capturing()) return at::empty({size}, options);
+    stream = side->current_handle();
+  }
   const auto type = c10::typeMetaToScalarType(options.dtype());
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(type));
   std::string reason;
-  const auto memory = slot(bytes, options.device(), nullptr, &reason);
+  const auto memory = slot(bytes, device, stream, SlotUse::anything, &reason);
   if (memory) return memory->narrow(0, 0, bytes).view(type);
   TORCH_WARN_ONCE("tide: allocate_tensor returns ordinary memory: ", reason);
   return at::empty({size}, options);

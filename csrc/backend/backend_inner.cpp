@@ -188,7 +188,7 @@ void TideBackend::abort() {
   engine_->abort(reason);
   {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
-    if (cuda_) cuda_->engine().abort(reason);
+    if (cuda_) cuda_->abort(reason);
   }
   std::lock_guard<std::mutex> lock(inner_mutex_);
   for (auto& [device, backend] : inner_) backend->abort();
@@ -233,12 +233,12 @@ std::vector<std::pair<std::string, std::shared_ptr<Engine>>> TideBackend::engine
   return result;
 }
 
-std::optional<at::Tensor> TideBackend::slot(int64_t bytes, at::Device device, void* current_stream,
+std::optional<at::Tensor> TideBackend::slot(int64_t bytes, at::Device device, void* current_stream, SlotUse use,
                                             std::string* reason) {
   check_process("slot");
   if (!device.is_cpu()) {
     CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr;
-    if (side) return side->slot(bytes, current_stream, options_->timeout, reason);
+    if (side) return side->slot(bytes, current_stream, use, options_->timeout, interrupted_, reason);
     *reason = shared_memory(device).second;
     return std::nullopt;
   }

@@ -118,8 +118,9 @@ void bind_backend(py::module_& m) {
       .def_readwrite("shared_memory", &BackendOptions::shared_memory)
       .def_readwrite("cuda", &BackendOptions::cuda)
       .def_readwrite("cuda_staging_bytes", &BackendOptions::cuda_staging_bytes)
+      .def_readwrite("slot_reuse", &BackendOptions::slot_reuse)
       .def_readwrite("accumulate_ctas", &BackendOptions::accumulate_ctas)
-      .def_readwrite("cast_ctas", &BackendOptions::cast_ctas)
+      .def_readwrite("cuda_plain_bytes", &BackendOptions::cuda_plain_bytes)
       .def_readwrite("raise_on_timeout", &BackendOptions::raise_on_timeout)
       .def_readwrite("group_name", &BackendOptions::group_name)
       .def_readwrite("_timeout", &BackendOptions::timeout)
@@ -137,13 +138,14 @@ void bind_backend(py::module_& m) {
                              [](TideBackend& self) { return self.shared_memory(at::Device(at::kCPU)); })
       .def(
           "slot",
-          [](TideBackend& self, int64_t bytes, const std::string& device,
-             uintptr_t stream) -> std::pair<std::optional<at::Tensor>, std::string> {
+          [](TideBackend& self, int64_t bytes, const std::string& device, uintptr_t stream,
+             bool parameters) -> std::pair<std::optional<at::Tensor>, std::string> {
             std::string reason;
-            auto tensor = self.slot(bytes, at::Device(device), reinterpret_cast<void*>(stream), &reason);
+            const SlotUse use = parameters ? SlotUse::parameters : SlotUse::anything;
+            auto tensor = self.slot(bytes, at::Device(device), reinterpret_cast<void*>(stream), use, &reason);
             return {tensor, reason};
           },
-          py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, NoGil())
+          py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, py::arg("parameters") = false, NoGil())
       .def("in_arena", &TideBackend::in_arena)
       .def_property_readonly("options", &TideBackend::getBackendOptions)  // torch has it from 2.14 on
       // torch.distributed calls it on ranks outside a new subgroup when splitting is supported; tide's groups need

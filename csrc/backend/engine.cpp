@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <cstring>
+#include <numeric>
 
 namespace tide {
 
@@ -42,7 +43,17 @@ std::string plan_key(const Request& q, Path path) {
   put(&hash, sizeof hash);
   put(q.in_splits.data(), q.in_splits.size() * sizeof(int64_t));
   put(q.out_splits.data(), q.out_splits.size() * sizeof(int64_t));
+  put(q.peer_offsets.data(), q.peer_offsets.size() * sizeof(int64_t));
   return key;
+}
+
+// In a zero-copy all-to-all: where what `rank` sends begins in each peer's output.
+std::vector<int64_t> peer_offsets(const std::vector<CallRecord>& records, int rank) {
+  std::vector<int64_t> result;
+  for (const CallRecord& peer : records) {
+    result.push_back(std::accumulate(peer.out_splits.begin(), peer.out_splits.begin() + rank, int64_t{0}));
+  }
+  return result;
 }
 
 }  // namespace
@@ -84,12 +95,22 @@ Capabilities Engine::capabilities() const {
   c.can_accumulate = options_.can_accumulate;
   c.shared_memory = transport_ != nullptr;
   c.no_memory_reason = no_transport_;
+  c.plain_bytes = options_.plain_bytes;
+  c.plain_slots = plain_slots_;
   return c;
 }
 
-Selection Engine::preselect(const Request& request) const {
+Selection Engine::preselect(const Request& request, const std::string& inner_only_reason) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return select(capabilities(), request);
+  Capabilities known = capabilities();
+  known.shared_memory = known.shared_memory || !connected_;
+  known.inner_only_reason = inner_only_reason;
+  return select(known, request);
+}
+
+void Engine::expect_plain_slots() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plain_slots_ = true;
 }
 
 std::shared_ptr<Transport> Engine::transport() const {
@@ -200,8 +221,16 @@ void Engine::move(const Request& request, Path path, const Execution& execution,
   }
 }
 
+// Staging is made for a kind of call when it first needs it: by all ranks, in one order with other growth.
+std::string Engine::provide(Transport& transport, Channel channel, const Wait& wait) {
+  std::string why;
+  Lane& memory = lane(Channel::memory);
+  memory.run(memory.take_ticket(), [&] { why = transport.provide(channel, wait); }, wait.interrupted);
+  return why;
+}
+
 Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
-  const Request& q = call.request;
+  Request q = call.request;
   connect();
   std::shared_ptr<Transport> transport;
   Capabilities known;
@@ -233,6 +262,7 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
   CallRecord mine = describe(q);
   mine.problem = call.problem;
   mine.staging_bytes = options_.staging.budget_bytes;
+  mine.plain_bytes = options_.plain_bytes;
   auto meet = [&](const Wait& until) {
     const auto all = transport->exchange(q.op, ++exchanges, mine.encode(), until);
     std::vector<CallRecord> records;
@@ -262,7 +292,8 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     mine.window_offset = -1;
     mine.window_bytes = bytes;
     if (staged->window()) mine.window_offset = staged->window()->offset;
-    if (bytes > 0 && !staged->window()) {
+    // Where staging is not made yet, the records say whether anybody needs it.
+    if (mine.lacks_window() && transport->provided(q.op)) {
       mine.problem = "no memory for " + std::to_string(bytes) + " bytes of staging: " + why;
     }
   };
@@ -280,18 +311,31 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
   }
   std::vector<CallRecord> records = meet(wait);
 
-  size_t in_arena = 0;
-  for (const auto& record : records) in_arena += record.output_in_arena;
+  size_t in_arena = 0, outputs = 0;
+  bool lacking = false;
+  for (const auto& record : records) {
+    in_arena += record.output_in_arena;
+    outputs += record.has_output();
+    lacking = lacking || record.lacks_window();
+  }
   known.outputs_known = true;
-  known.every_output_in_arena = in_arena == records.size();
+  known.every_output_in_arena = outputs > 0 && in_arena == outputs;
   selection = select(known, q);
-  if (selection.path == Path::staged && in_arena > 0) {
-    // Some outputs lie in the arena and some do not: all go staged, and windows are agreed once more.
-    selection.reason = std::to_string(records.size() - in_arena) + " of " + std::to_string(records.size()) +
-                       " ranks had no slot in the arena for the output";
-    if (!staged) offer_staging();
+  // Ranks that have been at their outputs so far may lack staging as well.
+  if (selection.path == Path::staged && (lacking || in_arena > 0) && !transport->provided(q.op)) {
+    known.no_staging_reason = provide(*transport, q.op, wait);
+    selection = select(known, q);
+  }
+  if (selection.path == Path::staged && (lacking || in_arena > 0)) {
+    // Some outputs lie in the arena and some do not, or staging is new: windows are agreed once more.
+    if (in_arena > 0) {
+      selection.reason = std::to_string(outputs - in_arena) + " of " + std::to_string(outputs) +
+                         " ranks had no slot in the arena for the output";
+    }
+    if (!staged || mine.lacks_window()) offer_staging();
     records = meet(wait);
   }
+  if (selection.path == Path::zero_copy && q.op == Channel::all_to_all) q.peer_offsets = peer_offsets(records, q.rank);
   recorder_.update(call.record_id, selection.path, selection.reason);
   if (selection.path != Path::inner) {
     for (const auto& record : records) execution.windows.push_back(record.window_offset);

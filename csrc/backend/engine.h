@@ -34,6 +34,7 @@ struct EngineOptions {
   Device device = Device::cpu;
   bool can_accumulate = true;  // the device has a reduction kernel in this build
   Staging staging;
+  int64_t plain_bytes = 0;  // CUDA: see Capabilities
   size_t recorded_calls = 1000;
 };
 
@@ -67,8 +68,11 @@ class Engine {
 
   // Makes the group's shared memory if that has not happened yet; collective at the first call.
   void connect();
-  // Which way a call would go by what the group knows so far; the answer is final when it is Path::inner.
-  Selection preselect(const Request& request) const;
+  // Which way a call would go by what the group knows so far; the answer is final when it is Path::inner. Before the
+  // group is connected: as if it had memory.
+  Selection preselect(const Request& request, const std::string& inner_only_reason = "") const;
+  // The ranks, together, ask for memory of the arena that plain CUDA calls may write.
+  void expect_plain_slots();
 
   std::shared_ptr<Transport> transport() const;
   // Connects, and gives the arena, or null and why there is none.
@@ -89,6 +93,7 @@ class Engine {
  private:
   Capabilities capabilities() const;  // with mutex_ held
   Selection carry_out(const CollectiveCall& call, const Wait& wait);
+  std::string provide(Transport& transport, Channel channel, const Wait& wait);
   void move(const Request& request, Path path, const Execution& execution, Transport* transport, const Wait& wait);
   std::shared_ptr<const Plan> plan(const Request& request, Path path);
   void poison(const std::string& reason);
@@ -105,6 +110,7 @@ class Engine {
   std::mutex connect_mutex_;       // held across the handshake
   mutable std::mutex mutex_;       // guards what follows; never held across a wait
   bool connected_ = false;
+  bool plain_slots_ = false;
   std::shared_ptr<Transport> transport_;
   std::string no_transport_;
   std::string poisoned_;

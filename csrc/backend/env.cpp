@@ -72,9 +72,14 @@ const std::vector<EnvVariable>& env_table() {
       {"TIDE_FSDP2", "0 leaves FSDP2 untouched; plain collectives still go through tide", "0 or 1", "1"},
       {"TIDE_CUDA_TRANSPORT", "0 hands every CUDA collective to nccl", "0 or 1", "1"},
       {"TIDE_NCCL_LIBRARY", "a libnccl.so.2 of 2.31 or newer, used when torch's own is older", "a path", ""},
-      {"TIDE_CUDA_STAGING_BYTES", "budget of one rank's staging in device memory", "1048576 or more", "67108864"},
-      {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition on a GPU", "1 or more", "132"},
-      {"TIDE_CAST_CTAS", "most thread blocks that cast and place shards on a GPU", "1 or more", "132"},
+      {"TIDE_CUDA_STAGING_BYTES",
+       "budget of one rank's staging in device memory, of reduce-scatter and of all-to-all each", "1048576 or more",
+       "268435456"},
+      {"TIDE_SLOT_REUSE",
+       "1: staging in device memory lies in slots that reshard has vacated, where one is large enough", "0 or 1", "0"},
+      {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition, cast or copy on a GPU", "1 or more", "132"},
+      {"TIDE_CUDA_PLAIN_BYTES", "CUDA all-gathers and reduce-scatters of fewer bytes, over all ranks, go to nccl unless "
+       "they have a layout", "0 or more", "1048576"},
       {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process", "0 "
        "or 1", "0"},
   };
@@ -94,8 +99,9 @@ Env read_env() {
   const char* nccl = std::getenv("TIDE_NCCL_LIBRARY");
   env.nccl_library = nccl ? nccl : "";
   env.cuda_staging_bytes = number("TIDE_CUDA_STAGING_BYTES", 1 << 20);
+  env.slot_reuse = flag("TIDE_SLOT_REUSE");
   env.accumulate_ctas = number("TIDE_ACCUMULATE_CTAS", 1);
-  env.cast_ctas = number("TIDE_CAST_CTAS", 1);
+  env.cuda_plain_bytes = number("TIDE_CUDA_PLAIN_BYTES", 0);
   env.raise_on_timeout = flag("TIDE_RAISE_ON_TIMEOUT");
   return env;
 }

@@ -28,8 +28,9 @@ struct Env {
   bool cuda;                  // TIDE_CUDA_TRANSPORT
   std::string nccl_library;   // TIDE_NCCL_LIBRARY
   int64_t cuda_staging_bytes;  // TIDE_CUDA_STAGING_BYTES
-  int64_t cast_ctas;
+  bool slot_reuse;             // TIDE_SLOT_REUSE
   int64_t accumulate_ctas;    // TIDE_ACCUMULATE_CTAS
+  int64_t cuda_plain_bytes;   // TIDE_CUDA_PLAIN_BYTES
   bool raise_on_timeout;      // TIDE_RAISE_ON_TIMEOUT
 };
 

@@ -17,7 +17,7 @@ class Run {
   void step(const Step& s) {
     switch (s.kind) {
       case StepKind::copy:
-        copy(at(s.to, s.bytes), at(s.from, s.bytes), s.bytes);
+        copy(at(s.to, s.bytes), at(s.from, s.bytes), s.bytes, own(s.to) && own(s.from));
         return;
       case StepKind::fill:
         fill(at(s.to, s.bytes), s.bytes);
@@ -52,9 +52,13 @@ class Run {
     return nullptr;
   }
 
-  void copy(std::byte* to, const std::byte* from, int64_t bytes) {
+  bool own(const Address& a) const { return a.space != Space::window || a.index == plan_.rank; }
+
+  void copy(std::byte* to, const std::byte* from, int64_t bytes, bool within) {
     if (to == from) return;  // already at its place
-    if (transport_) {
+    if (transport_ && within) {
+      transport_->place(call_.channel, to, from, bytes);
+    } else if (transport_) {
       transport_->copy(call_.channel, to, from, bytes);
     } else {
       std::memcpy(to, from, static_cast<size_t>(bytes));

@@ -17,8 +17,9 @@ struct BackendOptions : public c10d::Backend::Options {
     shared_memory = env.shared_memory;
     cuda = env.cuda;
     cuda_staging_bytes = env.cuda_staging_bytes;
+    slot_reuse = env.slot_reuse;
     accumulate_ctas = env.accumulate_ctas;
-    cast_ctas = env.cast_ctas;
+    cuda_plain_bytes = env.cuda_plain_bytes;
     raise_on_timeout = env.raise_on_timeout;
   }
 #ifdef C10D_BACKEND_HAS_HOOKS
@@ -34,8 +35,9 @@ struct BackendOptions : public c10d::Backend::Options {
   bool shared_memory = true;
   bool cuda = true;
   int64_t cuda_staging_bytes = 0;
+  bool slot_reuse = false;
   int64_t accumulate_ctas = 0;
-  int64_t cast_ctas = 0;
+  int64_t cuda_plain_bytes = 0;
   bool raise_on_timeout = false;
 };
 

@@ -75,7 +75,8 @@ ElementType element_type(const std::string& name) {
 Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t numel,
           std::shared_ptr<ParameterLayout> layout, bool in_arena, bool placed, bool separate_inputs,
           std::vector<int64_t> in_splits, std::vector<int64_t> out_splits, int64_t budget, int depth,
-          int64_t smallest_chunk, const std::string& in_type, const std::string& out_type) {
+          int64_t smallest_chunk, const std::string& in_type, const std::string& out_type,
+          std::vector<int64_t> peer_offsets) {
   Request q;
   if (op == "all_gather") {
     q.op = Channel::all_gather;
@@ -98,9 +99,13 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
   q.separate_inputs = separate_inputs;
   q.in_splits = std::move(in_splits);
   q.out_splits = std::move(out_splits);
+  q.peer_offsets = std::move(peer_offsets);
   q.reduction = Reduction::sum;
   if (q.op == Channel::reduce_scatter && q.in_type == ElementType::bytes) {
     throw Error(ErrorKind::usage, "tide: plan: reduce_scatter needs in_type and out_type");
+  }
+  if (q.op == Channel::all_to_all && in_arena && static_cast<int>(q.peer_offsets.size()) != world) {
+    throw Error(ErrorKind::usage, "tide: plan: an all_to_all into the arena needs peer_offsets, one per rank");
   }
   Capabilities capabilities;
   capabilities.shared_memory = true;
@@ -167,7 +172,8 @@ void bind_plans(py::module_& m) {
         py::arg("layout") = nullptr, py::arg("in_arena") = false, py::arg("placed") = false,
         py::arg("separate_inputs") = false, py::arg("in_splits") = std::vector<int64_t>{},
         py::arg("out_splits") = std::vector<int64_t>{}, py::arg("budget") = 4 << 20, py::arg("depth") = 2,
-        py::arg("smallest_chunk") = 4096, py::arg("in_type") = "bytes", py::arg("out_type") = "bytes");
+        py::arg("smallest_chunk") = 4096, py::arg("in_type") = "bytes", py::arg("out_type") = "bytes",
+        py::arg("peer_offsets") = std::vector<int64_t>{});
 
   m.def("env_table", [] {
     py::list result;
@@ -186,8 +192,9 @@ void bind_plans(py::module_& m) {
     d["cuda"] = env.cuda;
     d["nccl_library"] = env.nccl_library;
     d["cuda_staging_bytes"] = env.cuda_staging_bytes;
-    d["cast_ctas"] = env.cast_ctas;
+    d["slot_reuse"] = env.slot_reuse;
     d["accumulate_ctas"] = env.accumulate_ctas;
+    d["cuda_plain_bytes"] = env.cuda_plain_bytes;
     d["raise_on_timeout"] = env.raise_on_timeout;
     return d;
   });

@@ -27,7 +27,7 @@ struct Request {
 
   // Null: rank-major, as c10d documents.
   std::shared_ptr<const ParameterLayout> layout;
-  // all-gather: the output is an acquired window of the arena, so peers write it directly.
+  // all-gather, all-to-all: the output is an acquired window of the arena, so peers write it directly.
   bool output_in_arena = false;
   // all-gather: this rank's shard already lies at its place in the output.
   bool placed = false;
@@ -35,6 +35,9 @@ struct Request {
   bool separate_inputs = false;
   // all-to-all, in elements, one per peer.
   std::vector<int64_t> in_splits, out_splits;
+  // zero-copy all-to-all, in elements: where what this rank sends begins in each peer's output. Known only once the
+  // ranks have told each other their splits.
+  std::vector<int64_t> peer_offsets;
 };
 
 // Addresses of one call. reduce-scatter with separate inputs: one pointer per parameter; otherwise one.

@@ -1,5 +1,7 @@
 #include "select.h"
 
+#include <optional>
+
 namespace tide {
 
 const char* to_string(Path path) {
@@ -18,13 +20,29 @@ const char* to_string(Path path) {
 
 namespace {
 
-Selection select_all_gather(const Capabilities& c, const Request& q) {
+// What a CUDA call without a layout is left to nccl for before the ranks agree on it: agreement is a host wait, which
+// small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. Of an
+// all-to-all no rank knows what the others send, so it is always agreed on; so is bf16 to fp32, which nccl has not.
+std::optional<Selection> not_worth_agreeing(const Capabilities& c, const Request& q) {
+  if (c.device != Device::cuda || q.layout) return std::nullopt;
+  if (!c.inner_only_reason.empty()) return Selection{Path::inner, c.inner_only_reason};
+  const bool all_gather = q.op == Channel::all_gather;
+  if (!all_gather && (q.op != Channel::reduce_scatter || q.in_type != q.out_type)) return std::nullopt;
+  if (q.numel * q.itemsize * q.world < c.plain_bytes) {
+    return Selection{Path::inner, "a plain CUDA call of fewer than " + std::to_string(c.plain_bytes) +
+                                      " bytes (TIDE_CUDA_PLAIN_BYTES)"};
+  }
+  if (all_gather && !c.plain_slots) {
+    return Selection{Path::inner, "a plain CUDA all-gather, and no memory for outputs was taken from the group"};
+  }
+  return std::nullopt;
+}
+
+Selection select_all_gather(const Capabilities& c) {
   if (c.device == Device::cpu) {
     if (c.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
     return {Path::staged, "the output is the caller's own memory"};
   }
-  // A CUDA call takes part in the ranks' agreement, a host wait, only where its layout says that it is tide's.
-  if (!q.layout) return {Path::inner, "a plain CUDA all-gather is left to nccl"};
   if (c.outputs_known && !c.every_output_in_arena) {
     return {Path::inner, "a rank had no slot in the arena for the output"};
   }
@@ -32,11 +50,15 @@ Selection select_all_gather(const Capabilities& c, const Request& q) {
 }
 
 Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
-  if (c.device == Device::cuda) {
-    if (!c.can_accumulate) return {Path::inner, "built without CUDA kernels"};
-    if (!q.layout && q.in_type == q.out_type) return {Path::inner, "a plain CUDA reduce-scatter is left to nccl"};
-  }
+  if (c.device == Device::cuda && !c.can_accumulate) return {Path::inner, "built without CUDA kernels"};
+  if (!c.no_staging_reason.empty()) return {Path::inner, "no memory for staging: " + c.no_staging_reason};
   return {Path::staged, q.separate_inputs ? "per-parameter inputs, no packing" : "packed input"};
+}
+
+Selection select_all_to_all(const Capabilities& c) {
+  if (c.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
+  if (!c.no_staging_reason.empty()) return {Path::inner, "no memory for staging: " + c.no_staging_reason};
+  return {Path::staged, "through staging windows"};
 }
 
 }  // namespace
@@ -51,15 +73,15 @@ Selection select(const Capabilities& c, const Request& q) {
     }
   }
   if (q.world == 1) return {Path::local, "one rank"};
+  if (auto early = not_worth_agreeing(c, q)) return *early;
   if (!c.shared_memory) return {Path::inner, c.no_memory_reason};
   switch (q.op) {
     case Channel::all_gather:
-      return select_all_gather(c, q);
+      return select_all_gather(c);
     case Channel::reduce_scatter:
       return select_reduce_scatter(c, q);
     case Channel::all_to_all:
-      if (c.device == Device::cuda) return {Path::inner, "a CUDA all-to-all is left to nccl"};
-      return {Path::staged, "through staging windows"};
+      return select_all_to_all(c);
     case Channel::memory:
       break;
   }

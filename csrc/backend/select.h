@@ -8,7 +8,7 @@
 
 namespace tide {
 
-// zero_copy: peers write straight into the caller's memory (all-gather into an arena window).
+// zero_copy: peers write straight into the caller's memory (all-gather, all-to-all into an arena window).
 // staged:    chunks pass through windows of the arena; any tensor will do.
 // local:     a group of one rank; copies only.
 // inner:     handed to the inner backend (gloo, nccl).
@@ -22,9 +22,16 @@ struct Capabilities {
   bool can_accumulate = true;    // there is a reduction kernel for the device
   bool shared_memory = false;    // every member's memory is mapped here
   std::string no_memory_reason;  // why not
+  // CUDA, calls without a layout: those of fewer bytes are not worth the ranks' agreement; whether the ranks, together,
+  // have asked for memory of the arena that such calls may write; why nccl has to take such a call (empty: it need
+  // not).
+  int64_t plain_bytes = 0;
+  bool plain_slots = false;
+  std::string inner_only_reason;
   // Per call, once the ranks have told each other.
   bool outputs_known = false;
   bool every_output_in_arena = false;
+  std::string no_staging_reason;  // why no rank could get staging for this kind of call; empty: not known to be so
 };
 
 struct Selection {

@@ -82,8 +82,24 @@ class Transport {
     arena()->release(window);
   }
 
+  // Whether memory was made from which acquire(channel) can always be served; the same answer on every rank. Where it
+  // was not and a rank has got nothing, all ranks call provide() together, between two exchanges: "", or why no rank
+  // has it now.
+  virtual bool provided(Channel channel) {
+    (void)channel;
+    return true;
+  }
+  virtual std::string provide(Channel channel, const Wait& wait) {
+    (void)channel, (void)wait;
+    return "";
+  }
+
   // Work of one channel happens in the order in which it is given; copies between two flags may overlap.
   virtual void copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) = 0;
+  // A copy whose two ends are this rank's own memory.
+  virtual void place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
+    copy(channel, to, from, bytes);
+  }
   virtual void fill(Channel channel, std::byte* to, int64_t bytes) = 0;
   virtual void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) = 0;
 

@@ -1,12 +1,15 @@
+// What a build without CUDA has instead of the kernels.
 #ifndef TIDE_WITH_CUDA
 
 #include "accumulate_cuda.h"
 #include "cast.h"
+#include "place_cuda.h"
 
 namespace tide {
 
 AccumulateLaunch accumulate_launch() { return nullptr; }
 CastLaunch cast_launch() { return nullptr; }
+PlaceLaunch place_launch() { return nullptr; }
 
 }  // namespace tide
 

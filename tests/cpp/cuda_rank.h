@@ -1,6 +1,6 @@
 // One rank of a group on the fake device: engine, transport, two streams of the caller's (one fills slots, the other
 // computes), and the calls that tests make.
-// Included by one file of a test program: it brings the launcher that a build without CUDA has not.
+// Included by one file of a test program: it brings the launchers that a build without CUDA has not.
 #pragma once
 
 #include "../../csrc/backend/cuda/cuda_transport.h"
@@ -10,6 +10,7 @@
 
 namespace tide {
 AccumulateLaunch accumulate_launch() { return test::launch_accumulate; }
+PlaceLaunch place_launch() { return test::FakeDriver::get().has_placing ? test::launch_place : nullptr; }
 }  // namespace tide
 
 namespace tide::test {
@@ -18,11 +19,22 @@ using Words = std::vector<uint16_t>;  // bf16, or anything else of two bytes
 
 struct Settings {
   int64_t staging_bytes = 2 << 20;  // a whole segment: every slot needs growth
+  int64_t plain_bytes = 0;          // calls without a layout of fewer bytes are not tide's
+  bool slot_reuse = false;
   std::chrono::milliseconds handshake = 10s;
   std::chrono::milliseconds timeout = 20s;
   std::function<void(const std::string&)> on_timeout;  // default: print, fail the rank
   std::function<void()> free_cached_memory;
 };
+
+// Work on `second` from here on comes behind that on `first` so far.
+inline void join(cuda::Stream first, cuda::Stream second) {
+  cuda::Event event = nullptr;
+  cuda::check(cuda::driver().event_create(&event, 0), "event");
+  cuda::check(cuda::driver().event_record(event, first), "event");
+  cuda::check(cuda::driver().stream_wait_event(second, event, 0), "event");
+  cuda::driver().event_destroy(event);
+}
 
 class CudaRank {
  public:
@@ -37,6 +49,7 @@ class CudaRank {
     options.shm.handshake_timeout = settings.handshake;
     options.timeout = settings.timeout;
     options.staging_bytes = settings.staging_bytes;
+    options.slot_reuse = settings.slot_reuse;
     options.streams = streams_;
     options.free_cached_memory = settings.free_cached_memory;
     options.on_timeout = settings.on_timeout ? settings.on_timeout : [](const std::string& text) {
@@ -46,6 +59,7 @@ class CudaRank {
     EngineOptions engine;
     engine.device = Device::cuda;
     engine.staging.budget_bytes = settings.staging_bytes;
+    engine.plain_bytes = settings.plain_bytes;
     engine.connect = [options](const Speaker& who, Bootstrap& bootstrap) -> Connection {
       auto made = cuda::connect_cuda(who, bootstrap, options);
       return {made.transport, made.reason};
@@ -90,11 +104,12 @@ class CudaRank {
     return *window;
   }
   // As the last storage in it does.
-  void release(const Window& window) {
+  void release(const Window& window) { release(window, caller_); }
+  void release(const Window& window, cuda::Stream reader) {
     auto transport = this->transport();
     cuda::Event last_use = nullptr;
     cuda::check(cuda::driver().event_create(&last_use, 0), "event");
-    cuda::check(cuda::driver().event_record(last_use, caller_), "event");
+    cuda::check(cuda::driver().event_record(last_use, reader), "event");
     transport->note_use(Channel::all_gather, window);
     transport->device_arena().release_behind(window, last_use, nullptr);
   }
@@ -136,14 +151,6 @@ class CudaRank {
   }
 
  private:
-  static void join(cuda::Stream first, cuda::Stream second) {
-    cuda::Event event = nullptr;
-    cuda::check(cuda::driver().event_create(&event, 0), "event");
-    cuda::check(cuda::driver().event_record(event, first), "event");
-    cuda::check(cuda::driver().stream_wait_event(second, event, 0), "event");
-    cuda::driver().event_destroy(event);
-  }
-
   const int rank_, world_;
   std::shared_ptr<FileBootstrap> bootstrap_;
   std::array<cuda::Stream, kChannels> streams_{};

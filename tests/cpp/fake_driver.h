@@ -19,6 +19,7 @@
 
 #include "../../csrc/backend/cuda/driver.h"
 #include "../../csrc/kernels/accumulate_cuda.h"
+#include "../../csrc/kernels/place_cuda.h"
 #include "ranks.h"
 
 namespace tide::test {
@@ -73,13 +74,14 @@ class FakeDriver {
   bool merged = false;      // all streams share one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1
   bool has_batches = true;  // false: a driver older than 12.8
   bool has_memory_operations = true;
+  bool has_placing = true;           // false: a build without kernels
   int jitter_us = 0;                 // longest pause before a job
   std::map<std::string, int> fails;  // the how-manieth next call of that name fails, with 719
   std::atomic<int> device_error{0};  // what the device has come to: every query says so
   std::atomic<bool> captured{false};  // some thread captures a graph, in the strictest mode
 
   // What tests read.
-  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0};
+  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0};
   std::atomic<int> without_context{0}, broke_capture{0};
 
   static FakeDriver& get() {
@@ -318,9 +320,17 @@ class FakeDriver {
   std::shared_ptr<Queue> shared_;
 };
 
-// In the place of the kernel: the CPU's reduction, on the stream.
+// In the place of the kernels: the CPU's reduction and copies, on the stream.
 inline void launch_accumulate(ElementType in, ElementType out, const AccumulateArgs& args, int, void* stream) {
   FakeDriver::launch(stream, [=] { accumulate(in, out, args); });
+}
+inline void launch_place(const std::vector<Placement>& placements, int, void* stream) {
+  ++FakeDriver::get().placings;
+  FakeDriver::launch(stream, [=] {
+    for (auto p = placements.rbegin(); p != placements.rend(); ++p) {
+      std::memcpy(p->to, p->from, static_cast<size_t>(p->bytes));
+    }
+  });
 }
 
 }  // namespace tide::test

@@ -352,6 +352,35 @@ void caller_aborts() {
   });
 }
 
+// Ctrl-C while a slot is awaited that another rank does not ask for: it ends the wait, and the group.
+void interrupted_slot() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    const Raising raising;
+    CudaRank me(rank, 2, directory, raising.settings());
+    raising.watch(me);
+    me.connect();
+    std::string why;
+    if (rank == 0) {
+      Wait wait = within(20s, "slot #1");
+      wait.interrupted = [] { throw std::runtime_error("Ctrl-C"); };
+      const auto start = Clock::now();
+      bool ended = false;
+      try {
+        me.engine().guarded(wait.call, [&] { me.transport()->slot(4096, me.caller(), wait, &why); });
+      } catch (const std::runtime_error& error) {
+        ended = std::string(error.what()) == "Ctrl-C";
+      }
+      check(ended && seconds_since(start) < 5, "the interrupt ended the wait");
+      check_contains(caught([&] { me.slot(4096, &why); }).what(), "interrupted during slot #1");
+    } else {
+      std::this_thread::sleep_for(500ms);
+      check_contains(caught([&] { me.slot(4096, &why); }).what(), "rank 0 (pid ");
+    }
+    std::cout.flush();
+    _exit(0);
+  });
+}
+
 // A device that fails says so through the watchdog, whatever it was doing.
 void device_lost() {
   run_ranks(2, [](int rank, const std::string& directory) {
@@ -428,6 +457,7 @@ const std::map<std::string, void (*)()> kCases{{"caller_aborts", caller_aborts},
                                                {"early_leaver", early_leaver},
                                                {"growth_after_making_room", growth_after_making_room},
                                                {"growth_refused", growth_refused},
+                                               {"interrupted_slot", interrupted_slot},
                                                {"nothing_runs_on_garbage", nothing_runs_on_garbage},
                                                {"stuck_peer", stuck_peer},
                                                {"windows_refused", windows_refused}};

@@ -19,7 +19,7 @@ CHUNK = 16  # elements: 64 bytes, the least to which the product rounds small ca
 
 @dataclass(frozen=True)
 class Call:
-    """`shards`: elements of each parameter's shard. `slots`: ranks whose all-gather output is a slot."""
+    """`shards`: elements of each parameter's shard. `slots`: ranks whose all-gather or all-to-all output is a slot."""
 
     op: str
     name: str
@@ -47,7 +47,8 @@ class Call:
         return zlib.crc32(repr(replace(self, name="", slots=())).encode())
 
     def zero_copy(self, world: int) -> bool:
-        return self.op == "all_gather" and len(self.slots) == world
+        writable = [r for r in range(world) if self.op == "all_gather" or self.output_bytes(r, world)]
+        return self.op != "reduce_scatter" and bool(writable) and list(self.slots) == writable
 
     def oracle_layout(self, world: int) -> oracle.Layout | None:
         return oracle.Layout(world, self.shards, self.numels, self.align) if self.layout else None
@@ -89,6 +90,7 @@ def plan_of(call: Call, rank: int, world: int) -> PlanOf:
         splits = {
             "in_splits": list(call.splits[rank]),
             "out_splits": [row[rank] for row in call.splits],
+            "peer_offsets": [sum(row[peer] for row in call.splits[:rank]) for peer in range(world)],
         }
     plan = _C.plan(
         call.op,

@@ -9,7 +9,7 @@ from model.calls import Call
 from model.ops import Claim, Move, Op, Release, Retire
 from model.programs import Compute, Issue, Item, Reshard, Setup
 from model.rules import Rules
-from model.scenarios import SHARDS, exchanged, gathered, packed, reduced, staged
+from model.scenarios import SHARDS, exchanged, gathered, packed, reduced, staged, straight
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,16 @@ def neighbours_slice(steps: list[dict], call: Call, rank: int) -> list[dict]:
     return [{**s, "to": moved(s["to"])} for s in steps]
 
 
+def first_place(steps: list[dict], call: Call, rank: int) -> list[dict]:
+    """Rank 1 writes to the beginning of its peers' outputs, as if nobody came before it."""
+
+    def moved(address: tuple[str, int, int]) -> tuple[str, int, int]:
+        space, index, _ = address
+        return (space, index, 0) if space == "window" and rank == 1 else address
+
+    return [{**s, "to": moved(s["to"])} for s in steps]
+
+
 def lost_copy(steps: list[dict], call: Call, rank: int) -> list[dict]:
     last = max(i for i, s in enumerate(steps) if s["kind"] == "copy")
     return steps[:last] + steps[last + 1 :] if rank == 0 else steps
@@ -170,6 +180,8 @@ def mutations() -> list[Mutation]:
     zero, twice = [Issue(x)], [Issue(x), Issue(y)]
     ag, rs = [Issue(staged("a", LONG))], [Issue(packed("g", 40))]
     a2a = [Issue(exchanged("s", [0, 40], [40, 0]))]
+    u, v = straight("u", 2, 3), straight("v", 2, 3)
+    there, again = [Issue(u)], [Issue(u), Compute(u), Reshard(u), Issue(v)]
     beside = [Issue(packed("g", 12)), Issue(x)]
     vacated = [Issue(x), Reshard(x), Issue(packed("g", 12))]
     reused = [Issue(x), Compute(x), Reshard(x), Issue(y)]
@@ -210,6 +222,9 @@ def mutations() -> list[Mutation]:
             ("all-to-all: credit before the read", signal_first("credit"), a2a, LOST),
             ("all-gather: one buffer too few", one_buffer, ag, LOST),
             ("all-to-all: one buffer too few", one_buffer, a2a, LOST),
+            ("zero-copy all-to-all: missing data wait", without("wait", "data"), there, LOST),
+            ("zero-copy all-to-all: data flag before the data", signal_first("data"), there, LOST),
+            ("zero-copy all-to-all: another rank's place", first_place, there, LOST),
             ("all-gather: waits before it publishes", read_before_publishing, ag, ("deadlock",)),
             ("reduce-scatter: sends all before it receives", send_all_then_receive, rs, ("deadlock",)),
             ("a copy is lost", lost_copy, ag, LOST),
@@ -233,6 +248,9 @@ def mutations() -> list[Mutation]:
         Mutation("one ready word awaited by equality", quiet,
                  rules(gpu, ready_by_equality=True), ("race", "deadlock")),
         Mutation("missing ready wait", reused, steps(gpu, without("wait", "ready")), LOST),
+        Mutation("all-to-all: missing ready wait", again, steps(gpu, without("wait", "ready")), LOST),
+        Mutation("an all-to-all's window not claimed by the next gather", [*again[:3], Issue(y)],
+                 ops(gpu, unclaimed), LOST),
         Mutation("window not claimed from its last use", reused, ops(gpu, unclaimed), LOST),
         Mutation("own shard placed in the batch that sends it", zero, steps(gpu, placed_in_the_batch), LOST),
         Mutation("cpu, staging released before the last addition", beside, ops(cpu, released_early), LOST),

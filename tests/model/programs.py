@@ -241,8 +241,10 @@ class _Host(_Builder):
             self.begin(call)
             plan = plan_of(call, self.rank, self.world)
             first = self.slot(call)
+            # As on a CPU; also where staging is made for the first call that needs it.
+            early = self.exchange(call) if call.slots and plan.path == "staged" else []
             staging = self.acquire(name, plan.window_bytes)
-            host += [*first, *staging, *self.exchange(call), Post(name, f"enqueued {name}")]
+            host += [*first, *early, *staging, *self.exchange(call), Post(name, f"enqueued {name}")]
             host += [Release(name)] if staging else []
             if call.op != "all_gather":  # gradients and activations come from the compute before
                 compute.append(Post(name, f"computed {name}"))

@@ -162,7 +162,7 @@ def make_plan(
         spots=None if plain else [_spot(start, x, world, rank) for start, x in zip(starts, flat, strict=True)],
         places=places,
         kernel=device.type == "cuda" and plain and _C.with_cuda_kernels,
-        ctas=backend.options.cast_ctas,
+        ctas=backend.options.accumulate_ctas,
         placeholder=torch.zeros(1, dtype=dtype, device=device).expand(layout.total_shard_numel),
         label=seam.label,
         input_dtypes=[[x.dtype for x in own] for own in pieces],

@@ -61,10 +61,16 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   NcclUniqueId id{};
   problem = "";
   if (who.rank == 0 && nccl().unique_id(&id) != 0) problem = "ncclGetUniqueId failed";
-  const auto ids =
-      control.transport->exchange(Channel::memory, ++sequence, std::string(id.bytes, sizeof id.bytes), soon());
+  // What this rank does about staging must be what all do.
+  const std::string mine = std::string(id.bytes, sizeof id.bytes) + (options.slot_reuse ? '1' : '0');
+  const auto ids = control.transport->exchange(Channel::memory, ++sequence, mine, soon());
   control.transport->complete(Channel::memory, sequence);
   std::memcpy(id.bytes, ids[0].data(), sizeof id.bytes);
+  for (size_t r = 1; r < ids.size(); ++r) {
+    if (ids[r].back() == ids[0].back()) continue;
+    problem = std::string("got TIDE_SLOT_REUSE=") + ids[0].back() + " on rank 0 and " + ids[r].back() + " on rank " +
+              std::to_string(r) + ", expected the same on every rank; set it alike everywhere";
+  }
   if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
 
   // What one rank can find out alone comes before NCCL's start, which would wait for a rank that has failed.
@@ -84,10 +90,8 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   std::string why = agree(*control.transport, ++sequence, problem, in_time());
   if (!why.empty()) return {nullptr, why};
   transport->memory_calls_ = sequence;
-  why = transport->grow(options.staging_bytes, in_time());
+  if (!options.slot_reuse) why = transport->provide(Channel::reduce_scatter, in_time());
   if (!why.empty()) return {nullptr, why};
-  transport->staging_ = transport->arena_->acquire(options.staging_bytes, &why);
-  transport->staging_ranges_.grow(transport->staging_.value().bytes);
   return {transport, ""};
 }
 
@@ -147,8 +151,8 @@ DevicePtr CudaTransport::device_word(int owner, Channel channel, Flag flag, int 
   return mapped + static_cast<DevicePtr>(word - host);
 }
 
-// Collective. "" or why no rank has grown.
-std::string CudaTransport::grow(int64_t bytes, const Wait& wait) {
+// Collective. "" or why no rank has grown. Where `taken` is empty, this rank gets the new room.
+std::string CudaTransport::grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken) {
   std::string problem = arena_->allocate(bytes);
   if (!problem.empty() && options_.free_cached_memory) {
     options_.free_cached_memory();
@@ -163,37 +167,47 @@ std::string CudaTransport::grow(int64_t bytes, const Wait& wait) {
     why = agree(*control_, ++memory_calls_, problem, wait);
   }
   if (why.empty()) {
-    arena_->commit_pending();
+    const Window window = arena_->commit_pending(*taken ? 0 : bytes);
+    if (!*taken) *taken = window;
   } else {
     arena_->drop_pending(comm_);
   }
   return why;
 }
 
+// Ranks tell each other what memory they ask for, and whether it takes growth. True: some rank needs that.
+bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait& wait) {
+  constexpr char kFits[] = " fits", kGrow[] = " grow";
+  const auto all = control_->exchange(Channel::memory, ++memory_calls_, what + (grow ? kGrow : kFits), wait);
+  control_->complete(Channel::memory, memory_calls_);
+  bool any = false;
+  for (size_t r = 0; r < all.size(); ++r) {
+    any = any || all[r] == what + kGrow;
+    if (all[r] == what + kGrow || all[r] == what + kFits) continue;
+    fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
+         "ranks asked for slots of different sizes; got " + what + " here and " + all[r] + " on rank " +
+             std::to_string(r) +
+             ", expected the same; shard the same parameters, or ask in the same order, on every "
+             "rank");
+  }
+  return any;
+}
+
 std::optional<Window> CudaTransport::slot(int64_t bytes, Stream stream, const Wait& wait, std::string* why) {
   auto window = arena_->acquire(bytes, why);
   // Reshard is rank-local, so free lists may differ: one rank's need makes all grow, in the same call on all.
-  const auto needs = control_->exchange(Channel::memory, ++memory_calls_,
-                                        std::to_string(bytes) + (window ? " fits" : " grow"), wait);
-  control_->complete(Channel::memory, memory_calls_);
   bool grow_now = false;
-  for (size_t r = 0; r < needs.size(); ++r) {
-    if (std::stoll(needs[r]) != bytes) {
-      if (window) arena_->release(*window);
-      fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
-           "ranks asked for slots of different sizes; got " + std::to_string(bytes) + " bytes here and " + needs[r] +
-               " on rank " + std::to_string(r) + ", expected the same; shard the same parameters on every rank");
-    }
-    grow_now = grow_now || needs[r].find("grow") != std::string::npos;
+  try {
+    grow_now = ask_together(std::to_string(bytes) + " bytes", !window, wait);
+  } catch (...) {
+    if (window) arena_->release(*window);
+    throw;
   }
   if (grow_now) {
-    const std::string problem = grow(bytes, wait);
+    const std::string problem = grow(bytes, wait, &window);
     if (!window) {
-      if (!problem.empty()) {
-        *why = problem;
-        return std::nullopt;
-      }
-      window = arena_->acquire(bytes, why);
+      *why = problem;
+      return std::nullopt;
     }
   }
   if (window) arena_->wait_until_free(*window, stream);
@@ -229,19 +243,44 @@ std::byte* CudaTransport::address(int rank, int64_t offset, int64_t bytes) {
   return address;
 }
 
-// Staging has a segment of its own, used in stream order by one channel at a time and range; it never competes with
-// parameters for room.
+bool CudaTransport::provided(Channel channel) {
+  std::lock_guard<std::mutex> lock(staging_mutex_);
+  return staging_[static_cast<size_t>(channel)].segment.has_value();
+}
+
+std::string CudaTransport::provide(Channel channel, const Wait& wait) {
+  std::optional<Window> segment;
+  ask_together(std::string("staging of ") + to_string(channel), true, wait);
+  const std::string why = grow(options_.staging_bytes, wait, &segment);
+  if (!why.empty()) return why;
+  std::lock_guard<std::mutex> lock(staging_mutex_);
+  Staging& staging = staging_[static_cast<size_t>(channel)];
+  staging.ranges.grow(segment->bytes);
+  staging.segment = segment;
+  return "";
+}
+
+// Used in stream order, behind whatever the range held before: peers write it only after this rank's ready flag, which
+// is behind that too. A segment of its own never competes with parameters for room; a slot that was given back may.
 std::optional<Window> CudaTransport::acquire(Channel channel, int64_t bytes, std::string* why) {
+  if (options_.slot_reuse) {
+    if (auto window = arena_->acquire(bytes, why)) {
+      arena_->wait_until_free(*window, stream(channel));
+      return window;
+    }
+  }
+  Staging& staging = staging_[static_cast<size_t>(channel)];
   std::optional<int64_t> at;
   {
     std::lock_guard<std::mutex> lock(staging_mutex_);
-    at = staging_ranges_.take((bytes + 4095) / 4096 * 4096);
+    if (staging.segment) at = staging.ranges.take((bytes + 4095) / 4096 * 4096);
   }
   if (!at) {
-    *why = "the staging segment of " + std::to_string(staging_->bytes) + " bytes is full";
+    *why = staging.segment ? "the staging segment of " + std::to_string(staging.segment->bytes) + " bytes is full"
+                           : "there is no staging segment";
     return std::nullopt;
   }
-  const Window window{staging_->offset + *at, bytes};
+  const Window window{staging.segment->offset + *at, bytes};
   arena_->wait_until_free(window, stream(channel));
   return window;
 }
@@ -254,7 +293,7 @@ void CudaTransport::note_use(Channel channel, const Window& window) {
 // a range whose last use cannot be told is never given out again.
 void CudaTransport::release(Channel channel, const Window& window) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
-  const bool broke = !batch.bytes.empty();
+  const bool broke = !batch.empty();
   batch.clear();
   try {
     note_use(channel, window);
@@ -263,7 +302,13 @@ void CudaTransport::release(Channel channel, const Window& window) {
   }
   if (broke) return;
   std::lock_guard<std::mutex> lock(staging_mutex_);
-  staging_ranges_.give_back(window.offset - staging_->offset);
+  Staging& staging = staging_[static_cast<size_t>(channel)];
+  const int64_t local = staging.segment ? window.offset - staging.segment->offset : -1;
+  if (local >= 0 && local < staging.segment->bytes) {
+    staging.ranges.give_back(local);
+  } else {
+    arena_->release(window);
+  }
 }
 
 void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
@@ -273,8 +318,23 @@ void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, 
   batch.bytes.push_back(static_cast<size_t>(bytes));
 }
 
+// A copy engine is several times slower than a kernel at a copy within its device.
+void CudaTransport::place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
+  if (!place_launch()) return copy(channel, to, from, bytes);
+  batches_[static_cast<size_t>(channel)].placements.push_back({to, from, bytes});
+}
+
+// What was given is gone from the batch also when it fails: it is not given again.
 void CudaTransport::flush(Channel channel) {
-  Batch& batch = batches_[static_cast<size_t>(channel)];
+  Batch batch;
+  std::swap(batch, batches_[static_cast<size_t>(channel)]);
+  copy_batch(channel, batch);
+  if (!batch.placements.empty()) place_launch()(batch.placements, options_.accumulate_ctas, stream(channel));
+  batch.clear();
+  std::swap(batch, batches_[static_cast<size_t>(channel)]);  // keeps its memory
+}
+
+void CudaTransport::copy_batch(Channel channel, Batch& batch) {
   const size_t count = batch.bytes.size();
   if (count == 0) return;
   Result result = 0;
@@ -290,7 +350,6 @@ void CudaTransport::flush(Channel channel) {
       result = driver().copy(batch.to[i], batch.from[i], batch.bytes[i], stream(channel));
     }
   }
-  batch.clear();  // one that failed is not given again
   check(result, call);
 }
 

@@ -1,11 +1,12 @@
 // The CUDA transport: copy engines between the GPUs of one node, flags in host memory that every rank shares.
 //
 // Data: windows lie in the DeviceArena; peers' windows are plain addresses here. Copies of one channel run on that
-// channel's own stream, batched up to the next flag. Flags: the control tables of an shm transport, registered with
-// the driver; a stream writes a peer's word and waits for its own. Measured on two H200: a round trip through host
-// words takes 10.8 us, through words in device memory 9.4 us. In host memory the CPU can read them (who is
-// missing) and release them (give up), so they are there. Devices that cannot flush remote writes need no flush
-// here: a stream write comes behind a barrier that orders the copies before it.
+// channel's own stream, batched up to the next flag; those within the device are done by a kernel, behind the batch.
+// Flags: the control tables of an shm transport, registered with the driver; a stream writes a peer's word and waits
+// for its own. Measured on two H200: a round trip through host words takes 10.8 us, through words in device memory 9.4
+// us. In host memory the CPU can read them (who is missing) and release them (give up), so they are there. Devices that
+// cannot flush remote writes need no flush here: a stream write comes behind a barrier that orders the copies before
+// it.
 #pragma once
 
 #include <array>
@@ -16,6 +17,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "../../kernels/place_cuda.h"
 #include "../error.h"
 #include "../fork_guard.h"
 #include "../shm_transport.h"
@@ -28,7 +30,11 @@ namespace tide::cuda {
 
 struct CudaOptions {
   ShmOptions shm;
-  int64_t staging_bytes = 64 << 20;  // first segment, kept for staging
+  // Of one kind of call. The first segment is reduce-scatter's; all-to-all's comes with its first need.
+  int64_t staging_bytes = 64 << 20;
+  // Staging lies in slots that have been given back, where one is large enough; a segment comes only with the first
+  // call for which none is.
+  bool slot_reuse = false;
   std::array<Stream, kChannels> streams{};
   // Called on a thread of tide's own when the device waits for what will not come. Ends the process, or poisons the
   // group and returns; then the waits are released.
@@ -36,7 +42,7 @@ struct CudaOptions {
   // Makes room on the device after an allocation failed, which is then tried once more. May be null.
   std::function<void()> free_cached_memory;
   std::chrono::milliseconds timeout{600000};  // of NCCL's own start and registrations
-  int accumulate_ctas = 32;
+  int accumulate_ctas = 32;                   // also of copies within the device
 };
 
 struct CudaResult {
@@ -60,7 +66,10 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::byte* address(int rank, int64_t offset, int64_t bytes) override;
   std::optional<Window> acquire(Channel channel, int64_t bytes, std::string* why) override;
   void release(Channel channel, const Window& window) override;
+  bool provided(Channel channel) override;
+  std::string provide(Channel channel, const Wait& wait) override;
   void copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) override;
+  void place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) override;
   void fill(Channel channel, std::byte* to, int64_t bytes) override;
   void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) override;
   void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
@@ -85,13 +94,16 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   Watchdog& watchdog() { return *watchdog_; }
 
  private:
+  struct Batch;
   friend CudaResult connect_cuda(const Speaker&, Bootstrap&, const CudaOptions&);
   CudaTransport(const Speaker& who, ShmResult control, const CudaOptions& options);
 
   void map_tables();
   void open(const NcclUniqueId& id);
-  std::string grow(int64_t bytes, const Wait& wait);
+  bool ask_together(const std::string& what, bool grow, const Wait& wait);
+  std::string grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken);
   void flush(Channel channel);
+  void copy_batch(Channel channel, Batch& batch);
   std::string diagnose(Channel channel, uint64_t sequence, bool late, const std::string& failure);
   bool release_waits();
   DevicePtr device_word(int owner, Channel channel, Flag flag, int source);
@@ -101,11 +113,20 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   struct Batch {
     std::vector<DevicePtr> to, from;
     std::vector<size_t> bytes;
+    std::vector<Placement> placements;
+    bool empty() const { return bytes.empty() && placements.empty(); }
     void clear() {
       to.clear();
       from.clear();
       bytes.clear();
+      placements.clear();
     }
+  };
+  // Each kind of call has a segment of its own: two of them that are being put on their streams by two threads never
+  // compete for room.
+  struct Staging {
+    std::optional<Window> segment;
+    RangeAllocator ranges;
   };
 
   const Speaker who_;
@@ -115,8 +136,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   const ForkGuard guard_;
   NcclComm comm_ = nullptr;
   std::shared_ptr<DeviceArena> arena_;
-  std::optional<Window> staging_;
-  RangeAllocator staging_ranges_;
+  std::array<Staging, kChannels> staging_;
   std::mutex staging_mutex_;
   std::vector<std::pair<std::byte*, DevicePtr>> mapped_;  // by rank: its table here, and as devices see it
   std::array<Batch, kChannels> batches_;

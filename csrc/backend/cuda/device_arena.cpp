@@ -91,11 +91,14 @@ std::string DeviceArena::register_pending(NcclComm comm) {
   return problem;
 }
 
-void DeviceArena::commit_pending() {
+Window DeviceArena::commit_pending(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
+  Window taken{static_cast<int64_t>(segments_.size()) << kSegmentShift, round_up(bytes, kAlign)};
   new_segment_.ranges.grow(new_segment_.bytes);
+  if (bytes > 0) taken.offset += new_segment_.ranges.take(taken.bytes).value();
   segments_.push_back(std::move(new_segment_));
   new_segment_ = Segment();
+  return taken;
 }
 
 std::optional<Window> DeviceArena::acquire(int64_t bytes, std::string* why) {

@@ -30,7 +30,8 @@ class DeviceArena : public Arena {
   // rank's: allocate locally, register together (both: "" or why not), then either commit on all or drop on all.
   std::string allocate(int64_t bytes);
   std::string register_pending(NcclComm comm);
-  void commit_pending();
+  // Gives `bytes` of it to the caller, before anybody else can take them; none when 0.
+  Window commit_pending(int64_t bytes);
   void drop_pending(NcclComm comm);
 
   std::optional<Window> acquire(int64_t bytes, std::string* why) override;

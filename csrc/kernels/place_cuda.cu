@@ -1,0 +1,107 @@
+// Copies within one GPU: arguments, kernel, launcher.
+//
+// Every block takes its share of every placement, in units of 16 bytes where the two addresses allow it and of what
+// they have in common otherwise. As in the additions, bytes in flight decide the speed of a block.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "../backend/error.h"
+#include "place_cuda.h"
+
+namespace tide {
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kUnroll = 4;
+constexpr int kMost = 64;  // placements of one launch; they travel in its arguments
+
+struct Args {
+  int count;
+  char* to[kMost];
+  const char* from[kMost];
+  long long bytes[kMost];
+};
+
+__device__ inline long long lane() { return static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ inline long long lanes() { return static_cast<long long>(gridDim.x) * kThreads; }
+
+template <typename Unit>
+__device__ void copy_units(char* to, const char* from, long long units) {
+  auto* target = reinterpret_cast<Unit*>(to);
+  const auto* source = reinterpret_cast<const Unit*>(from);
+  const long long step = lanes();
+  for (long long base = lane(); base < units; base += step * kUnroll) {
+    Unit loaded[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (base + u * step < units) loaded[u] = __ldcs(source + base + u * step);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (base + u * step < units) __stcs(target + base + u * step, loaded[u]);
+    }
+  }
+}
+
+// Bytes up to the first address that is a multiple of the unit, units, and what is left.
+template <typename Unit>
+__device__ void copy_as(char* to, const char* from, long long bytes) {
+  constexpr long long kUnit = sizeof(Unit);
+  const long long over = static_cast<long long>(reinterpret_cast<uintptr_t>(to) % kUnit);
+  const long long head = min(bytes, over == 0 ? 0 : kUnit - over), units = (bytes - head) / kUnit;
+  copy_units<Unit>(to + head, from + head, units);
+  const long long tail = head + units * kUnit;
+  const long long i = lane();
+  if (i < head) to[i] = from[i];
+  if (i < bytes - tail) to[tail + i] = from[tail + i];
+}
+
+__global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__ Args args) {
+  for (int p = 0; p < args.count; ++p) {
+    char* to = args.to[p];
+    const char* from = args.from[p];
+    const auto apart = reinterpret_cast<uintptr_t>(to) ^ reinterpret_cast<uintptr_t>(from);
+    if (apart % 16 == 0) {
+      copy_as<uint4>(to, from, args.bytes[p]);
+    } else if (apart % 8 == 0) {
+      copy_as<uint2>(to, from, args.bytes[p]);
+    } else if (apart % 4 == 0) {
+      copy_as<unsigned>(to, from, args.bytes[p]);
+    } else if (apart % 2 == 0) {
+      copy_as<unsigned short>(to, from, args.bytes[p]);
+    } else {
+      copy_as<unsigned char>(to, from, args.bytes[p]);
+    }
+  }
+}
+
+void place(const std::vector<Placement>& placements, int ctas, void* stream) {
+  for (size_t first = 0; first < placements.size(); first += kMost) {
+    Args args{};
+    int64_t longest = 0;
+    args.count = static_cast<int>(std::min<size_t>(placements.size() - first, kMost));
+    for (int i = 0; i < args.count; ++i) {
+      const Placement& p = placements[first + static_cast<size_t>(i)];
+      args.to[i] = static_cast<char*>(p.to);
+      args.from[i] = static_cast<const char*>(p.from);
+      args.bytes[i] = p.bytes;
+      longest = std::max(longest, p.bytes);
+    }
+    constexpr int64_t kPerBlock = int64_t{kThreads} * kUnroll * 16;
+    const int64_t blocks = std::clamp<int64_t>((longest + kPerBlock - 1) / kPerBlock, 1, ctas);
+    place_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+    const cudaError_t status = cudaGetLastError();
+    if (status == cudaSuccess) continue;
+    throw Error(ErrorKind::driver,
+                std::string("tide: launch of the placing kernel failed: ") + cudaGetErrorString(status));
+  }
+}
+
+}  // namespace
+
+PlaceLaunch place_launch() { return place; }
+
+}  // namespace tide

@@ -69,7 +69,7 @@ def every_pair(rank: int, world: int) -> list[tuple[str, dict[str, int]]]:
     found = []
     for collective in (all_gather, reduce_scatter, all_to_all):
         for pair in collective.pairs(*places(rank, world), 10_000, "llama"):
-            found.append((pair.name, check(pair, 1)))
+            found.append((pair.name, check(pair, 1)[0]))
             for call in (pair.tide, pair.stock):
                 honest = call.run
 
@@ -80,7 +80,7 @@ def every_pair(rank: int, world: int) -> list[tuple[str, dict[str, int]]]:
                         outputs[-1].view(-1)[-1] += 1000
 
                 call.run = spoilt  # type: ignore[method-assign]
-            found.append((pair.name, check(pair, 2)))
+            found.append((pair.name, check(pair, 2)[0]))
     return found
 
 

@@ -58,12 +58,12 @@ def test_one_cpp_library_in_the_process() -> None:
     """A second, static one would break the streams of C++."""
     from tide_backend import _C
 
-    needed = subprocess.run(["readelf", "-d", _C.__file__], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "Shared library: [libstdc++.so.6]" in needed
-    defined = subprocess.run(
-        ["nm", "-D", "-C", "--defined-only", _C.__file__], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    assert "std::locale::locale(" not in defined
+
+    def said(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert "Shared library: [libstdc++.so.6]" in said("readelf", "-d", _C.__file__)
+    assert "std::locale::locale(" not in said("nm", "-D", "-C", "--defined-only", _C.__file__)
 
 
 def test_import_opens_no_cuda_context_and_no_group() -> None:

@@ -18,15 +18,21 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kUnroll = 4;
+constexpr int kMost = 64;  // pieces of one launch; they travel in its arguments
 
-struct Args {
+struct Piece {
   const char* own;
   const char* staged;
+  char* out;
   long long stride;
+  long long numel;
+};
+
+struct Args {
+  Piece pieces[kMost];
+  int count;
   int own_rank;
   int ranks;
-  char* out;
-  long long numel;
   double scale;
 };
 
@@ -66,29 +72,36 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16, float>(float v) {
   return __float2bfloat16_rn(v);
 }
 
-__device__ inline const char* source(const Args& a, int rank) {
-  if (rank == a.own_rank) return a.own;
-  return a.staged + a.stride * (rank < a.own_rank ? rank : rank - 1);
+__device__ inline const char* source(const Args& a, const Piece& p, int rank) {
+  if (rank == a.own_rank) return p.own;
+  return p.staged + p.stride * (rank < a.own_rank ? rank : rank - 1);
 }
 
-// One element per step; for ends and for pointers that 16-byte loads cannot take.
-template <typename In, typename Out>
-__device__ void one(const Args& a, long long i) {
-  typename Sum<In>::type sum = widen(reinterpret_cast<const In*>(source(a, 0))[i]);
-  for (int r = 1; r < a.ranks; ++r) sum = plus(sum, widen(reinterpret_cast<const In*>(source(a, r))[i]));
-  reinterpret_cast<Out*>(a.out)[i] = narrow<Out>(a.scale == 1.0 ? sum : times(sum, a.scale));
+// Whether 16-byte loads and stores can take the piece.
+__host__ __device__ inline bool aligned(const Piece& p) {
+  return (reinterpret_cast<uintptr_t>(p.own) | reinterpret_cast<uintptr_t>(p.staged) |
+          reinterpret_cast<uintptr_t>(p.out) | static_cast<uintptr_t>(p.stride)) %
+             16 ==
+         0;
 }
 
+// One element per step; for ends and for pieces that 16-byte loads cannot take.
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kThreads) accumulate_vectors(Args a) {
+__device__ void one(const Args& a, const Piece& p, long long i) {
+  typename Sum<In>::type sum = widen(reinterpret_cast<const In*>(source(a, p, 0))[i]);
+  for (int r = 1; r < a.ranks; ++r) sum = plus(sum, widen(reinterpret_cast<const In*>(source(a, p, r))[i]));
+  reinterpret_cast<Out*>(p.out)[i] = narrow<Out>(a.scale == 1.0 ? sum : times(sum, a.scale));
+}
+
+// The first `vectors` 16-byte loads of every rank.
+template <typename In, typename Out>
+__device__ void add_vectors(const Args& a, const Piece& p, long long vectors, long long first, long long step) {
   using S = typename Sum<In>::type;
   constexpr int kVector = 16 / sizeof(In);
-  const long long vectors = a.numel / kVector, step = static_cast<long long>(gridDim.x) * kThreads;
-  const long long first = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
   for (long long base = first; base < vectors; base += step * kUnroll) {
     S sum[kUnroll][kVector];
     for (int r = 0; r < a.ranks; ++r) {
-      const uint4* from = reinterpret_cast<const uint4*>(source(a, r));
+      const uint4* from = reinterpret_cast<const uint4*>(source(a, p, r));
       uint4 loaded[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -107,28 +120,26 @@ __global__ void __launch_bounds__(kThreads) accumulate_vectors(Args a) {
       alignas(16) Out result[kVector];
 #pragma unroll
       for (int e = 0; e < kVector; ++e) result[e] = narrow<Out>(a.scale == 1.0 ? sum[u][e] : times(sum[u][e], a.scale));
-      uint4* to = reinterpret_cast<uint4*>(a.out + (base + u * step) * kVector * sizeof(Out));
+      uint4* to = reinterpret_cast<uint4*>(p.out + (base + u * step) * kVector * sizeof(Out));
 #pragma unroll
       for (int w = 0; w < static_cast<int>(kVector * sizeof(Out) / 16); ++w) {
         __stcs(to + w, reinterpret_cast<const uint4*>(result)[w]);
       }
     }
   }
-  for (long long i = vectors * kVector + first; i < a.numel; i += step) one<In, Out>(a, i);
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kThreads) accumulate_elements(Args a) {
+__global__ void __launch_bounds__(kThreads) accumulate_kernel(const __grid_constant__ Args a) {
+  constexpr int kVector = 16 / sizeof(In);
   const long long step = static_cast<long long>(gridDim.x) * kThreads;
-  for (long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x; i < a.numel; i += step) {
-    one<In, Out>(a, i);
+  const long long first = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+  for (int n = 0; n < a.count; ++n) {
+    const Piece& p = a.pieces[n];
+    const long long vectors = aligned(p) ? p.numel / kVector : 0;
+    add_vectors<In, Out>(a, p, vectors, first, step);
+    for (long long i = vectors * kVector + first; i < p.numel; i += step) one<In, Out>(a, p, i);
   }
-}
-
-bool aligned(const AccumulateArgs& a) {
-  const auto bits = reinterpret_cast<uintptr_t>(a.own) | reinterpret_cast<uintptr_t>(a.staged) |
-                    reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.stride);
-  return bits % 16 == 0;
 }
 
 void check_launch() {
@@ -139,32 +150,43 @@ void check_launch() {
 }
 
 template <typename In, typename Out>
-void launch(const AccumulateArgs& a, int ctas, cudaStream_t stream) {
-  const Args args{reinterpret_cast<const char*>(a.own), reinterpret_cast<const char*>(a.staged), a.stride, a.own_rank,
-                  a.ranks, reinterpret_cast<char*>(a.out), a.numel, a.scale};
-  const bool vectors = aligned(a);
-  const int64_t per_block = static_cast<int64_t>(kThreads) * (vectors ? kUnroll * (16 / sizeof(In)) : 1);
-  const int64_t blocks = std::clamp<int64_t>((a.numel + per_block - 1) / per_block, 1, ctas);
-  auto* kernel = vectors ? accumulate_vectors<In, Out> : accumulate_elements<In, Out>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
-  check_launch();
+void launch(const std::vector<AccumulateArgs>& pieces, int ctas, cudaStream_t stream) {
+  for (size_t first = 0; first < pieces.size(); first += kMost) {
+    Args args{};
+    args.count = static_cast<int>(std::min<size_t>(pieces.size() - first, kMost));
+    args.own_rank = pieces[first].own_rank;
+    args.ranks = pieces[first].ranks;
+    args.scale = pieces[first].scale;
+    int64_t most = 1;  // blocks that have something to do
+    for (int i = 0; i < args.count; ++i) {
+      const AccumulateArgs& a = pieces[first + static_cast<size_t>(i)];
+      Piece& p = args.pieces[i];
+      p = {reinterpret_cast<const char*>(a.own), reinterpret_cast<const char*>(a.staged), reinterpret_cast<char*>(a.out),
+           a.stride, a.numel};
+      const int64_t per_block = static_cast<int64_t>(kThreads) * (aligned(p) ? kUnroll * (16 / sizeof(In)) : 1);
+      most = std::max(most, (a.numel + per_block - 1) / per_block);
+    }
+    accumulate_kernel<In, Out><<<static_cast<unsigned>(std::min<int64_t>(most, ctas)), kThreads, 0, stream>>>(args);
+    check_launch();
+  }
 }
 
-void dispatch(ElementType in, ElementType out, const AccumulateArgs& a, int ctas, void* stream_handle) {
+void dispatch(ElementType in, ElementType out, const std::vector<AccumulateArgs>& pieces, int ctas,
+              void* stream_handle) {
   auto stream = static_cast<cudaStream_t>(stream_handle);
-  if (in == ElementType::bf16 && out == ElementType::f32) return launch<__nv_bfloat16, float>(a, ctas, stream);
+  if (in == ElementType::bf16 && out == ElementType::f32) return launch<__nv_bfloat16, float>(pieces, ctas, stream);
   if (in == out) {
     switch (in) {
       case ElementType::bf16:
-        return launch<__nv_bfloat16, __nv_bfloat16>(a, ctas, stream);
+        return launch<__nv_bfloat16, __nv_bfloat16>(pieces, ctas, stream);
       case ElementType::f32:
-        return launch<float, float>(a, ctas, stream);
+        return launch<float, float>(pieces, ctas, stream);
       case ElementType::f64:
-        return launch<double, double>(a, ctas, stream);
+        return launch<double, double>(pieces, ctas, stream);
       case ElementType::i32:
-        return launch<int, int>(a, ctas, stream);
+        return launch<int, int>(pieces, ctas, stream);
       case ElementType::i64:
-        return launch<long long, long long>(a, ctas, stream);
+        return launch<long long, long long>(pieces, ctas, stream);
       case ElementType::bytes:
         break;
     }

@@ -321,8 +321,11 @@ class FakeDriver {
 };
 
 // In the place of the kernels: the CPU's reduction and copies, on the stream.
-inline void launch_accumulate(ElementType in, ElementType out, const AccumulateArgs& args, int, void* stream) {
-  FakeDriver::launch(stream, [=] { accumulate(in, out, args); });
+inline void launch_accumulate(ElementType in, ElementType out, const std::vector<AccumulateArgs>& pieces, int,
+                              void* stream) {
+  FakeDriver::launch(stream, [=] {
+    for (const AccumulateArgs& args : pieces) accumulate(in, out, args);
+  });
 }
 inline void launch_place(const std::vector<Placement>& placements, int, void* stream) {
   ++FakeDriver::get().placings;

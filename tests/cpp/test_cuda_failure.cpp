@@ -206,6 +206,18 @@ void driver_error_in_a_plan() {
   }
 }
 
+// Returns when every rank has come here.
+void everyone(const std::string& prefix, int rank, int world) {
+  std::ofstream(prefix + std::to_string(rank)) << "here";
+  const auto end = Clock::now() + 20s;
+  for (int r = 0; r < world; ++r) {
+    while (access((prefix + std::to_string(r)).c_str(), F_OK) != 0) {
+      check(Clock::now() < end, "rank " + std::to_string(r) + " came");
+      std::this_thread::sleep_for(1ms);
+    }
+  }
+}
+
 // Rank 1 has agreed to the call, but its device does not get to it. Ranks 0 and 2 name it at the deadline, once.
 void stuck_peer() {
   run_ranks(3, [](int rank, const std::string& directory) {
@@ -240,6 +252,8 @@ void stuck_peer() {
       check_contains(text, "owes its flags: ready, data");
     }
     check(drained(me.stream(Channel::all_gather), rank == 1 ? 0ms : 10s) == (rank != 1), "waits are released");
+    // Rank 1's flags would end the others' waits before they look at their own clocks.
+    everyone(directory + "/reported", rank, 3);
     go = true;
     check(drained(me.caller(), 10s), "the device is free again");
     const Error later = caught([&] { gather(me, window); });

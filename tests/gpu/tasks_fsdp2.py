@@ -71,7 +71,12 @@ def steps(model: Model, rank: int, device: torch.device, count: int, pace: bool,
 
 
 def train(
-    rank: int, world: int, reshard: bool | int | None, dtypes: tuple[str | None, str | None], pace: bool, microbatches: int
+    rank: int,
+    world: int,
+    reshard: bool | int | None,
+    dtypes: tuple[str | None, str | None],
+    pace: bool,
+    microbatches: int,
 ) -> dict[str, Any]:
     """The same training on tide's group and on one of nccl; at two ranks fp32 sums cannot differ in any bit."""
     device = enter(rank)

@@ -226,13 +226,18 @@ def mutations() -> list[Mutation]:
             ("zero-copy all-to-all: data flag before the data", signal_first("data"), there, LOST),
             ("zero-copy all-to-all: another rank's place", first_place, there, LOST),
             ("all-gather: waits before it publishes", read_before_publishing, ag, ("deadlock",)),
-            ("reduce-scatter: sends all before it receives", send_all_then_receive, rs, ("deadlock",)),
             ("a copy is lost", lost_copy, ag, LOST),
         )
     ]
     fifo_of_three = Setup(3, merged=True)
     return [
         *(Mutation(f"{base.device}, {name}", program, base, kinds) for name, base, program, kinds in common),
+        # A GPU sends on a stream of its own; where its streams are one FIFO the order counts there too.
+        *(
+            Mutation(f"{base.device}, reduce-scatter: sends all before it receives", rs,
+                     steps(base, send_all_then_receive), ("deadlock",))
+            for base in (cpu, Setup(2, "cuda", merged=True))
+        ),
         Mutation("flag values start again with every call", [*ag, Issue(staged("b", LONG))],
                  rules(cpu, values_carry_sequence=False), LOST),
         Mutation("channels share flag words", beside,

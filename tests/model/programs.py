@@ -5,8 +5,8 @@ steps, each over when it returns; the application is one more thread, which take
 back.
 GPU: one host thread of a rank takes windows, exchanges records, puts the steps on the channel's stream
 and gives staging back at once; whoever gets a window waits, on its stream, for the work that used it
-last. Copies on a stream are done in any order until the next signal. The application computes on a stream
-of its own.
+last. A reduce-scatter sends on a stream of its own and adds on the channel's. Copies on a stream are
+done in any order until the next signal. The application computes on a stream of its own.
 merged: all channels (CPU) or all streams (GPU) of a rank are one FIFO.
 """
 
@@ -231,6 +231,14 @@ class _Threads(_Builder):
 class _Host(_Builder):
     """On a GPU."""
 
+    @staticmethod
+    def pushed(op: Op) -> bool:
+        """Whether a step of a reduce-scatter is on the stream that sends: data goes out when its buffer is free."""
+        if isinstance(op, Move):
+            return len(op.sources) == 1
+        flag = op.word[0] if isinstance(op, Signal | Wait) else ""
+        return flag == "data" if isinstance(op, Signal) else flag in ("ready", "credit")
+
     def stream(self, name: str) -> list[Op]:
         return self.lane("streams" if self.setup.merged else name)
 
@@ -248,12 +256,23 @@ class _Host(_Builder):
             host += [Release(name)] if staging else []
             if call.op != "all_gather":  # gradients and activations come from the compute before
                 compute.append(Post(name, f"computed {name}"))
-            ops = [
+            begin = [
                 Await(name, f"enqueued {name}"),
                 *([] if call.op == "all_gather" else [Await(name, f"computed {name}")]),
                 *(Claim(op.call) for op in [*first, *staging]),
+            ]
+            own = self.steps(call)
+            if call.op == "reduce_scatter" and not self.setup.merged:
+                begin.append(Post(name, f"begun {name}"))
+                pushes = [op for op in own if self.pushed(op)]
+                own = [op for op in own if not self.pushed(op)]
+                own.append(Await(name, f"pushed {name}"))
+                push = self.stream(f"{call.channel} pushes")
+                push += [Await(name, f"begun {name}"), *pushes, Post(name, f"pushed {name}")]
+            ops = [
+                *begin,
                 *self.placement(call),
-                *self.steps(call),
+                *own,
                 self.check(call),
                 *([Retire(name)] if staging else []),
                 Post(name, f"finished {name}"),

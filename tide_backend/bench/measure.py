@@ -54,7 +54,7 @@ def measure(pair: Pair, settings: Settings, seed: int) -> dict[str, Any]:
             times[side].append(once(calls[side], together[side]))
     wrong, paths = check(pair, seed)
     sample: dict[str, Any] = {k: getattr(pair, k) for k in ("name", "size", "count", "dtype", "redop")}
-    for side, call in calls.items():
+    for side in calls:
         sample[side] = {"seconds": times[side], "wrong": wrong[side], "path": paths[side]}
     return sample
 

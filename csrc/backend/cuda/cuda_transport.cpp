@@ -11,6 +11,7 @@ namespace {
 
 // Stream waits compare as signed 64-bit numbers, cyclically: UINT64_MAX would be -1, below everything.
 constexpr uint64_t kReleased = INT64_MAX;
+constexpr int kPushPriority = -1;  // high, as the channels' own streams
 constexpr size_t kLongestProblem = 1500;  // bytes; a record also holds more than that
 
 DevicePtr device(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
@@ -123,6 +124,7 @@ CudaTransport::~CudaTransport() {
   close("the process group was destroyed");
   watchdog_.reset();
   for (auto& [host, mapped] : mapped_) driver().host_unregister(host);
+  if (pushes_) driver().stream_destroy(pushes_);
 }
 
 void CudaTransport::map_tables() {
@@ -133,6 +135,7 @@ void CudaTransport::map_tables() {
     mapped_.emplace_back(memory, 0);  // from here on the destructor undoes it
     check(driver().host_device_pointer(&mapped_.back().second, memory, 0), "cuMemHostGetDevicePointer");
   }
+  check(driver().stream_create(&pushes_, kStreamNonBlocking, kPushPriority), "cuStreamCreateWithPriority");
   // Devices without these operations say so here, before any plan is on a stream.
   const Stream stream = this->stream(Channel::memory);
   const DevicePtr word = device_word(who_.rank, Channel::memory, Flag::ready, who_.rank);
@@ -220,17 +223,39 @@ std::vector<std::string> CudaTransport::exchange(Channel channel, uint64_t seque
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     calls_[static_cast<size_t>(channel)] = {sequence, wait.deadline};
   }
+  follow(stream(channel), pushing(channel));  // what the caller computed is there, and the call before is over
   return control_->exchange(channel, sequence, mine, wait);
 }
 
 void CudaTransport::complete(Channel channel, uint64_t sequence) {
-  flush(channel);
+  join_pushes(channel);
   Clock::time_point deadline;
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     deadline = calls_[static_cast<size_t>(channel)].deadline;
   }
   watchdog_->watch(channel, sequence, record(stream(channel)), deadline);
+}
+
+// The pushes of a call belong to it: the caller's memory is read by them.
+void CudaTransport::join_pushes(Channel channel) {
+  flush(channel);
+  follow(pushing(channel), stream(channel));
+}
+
+// Everything that `later` is given from now on runs behind what `earlier` has been given.
+void CudaTransport::follow(Stream earlier, Stream later) {
+  if (earlier == later) return;
+  const Event event = record(earlier);
+  const Result result = driver().stream_wait_event(later, event, 0);
+  driver().event_destroy(event);
+  check(result, "cuStreamWaitEvent");
+}
+
+std::vector<Stream> CudaTransport::all_streams() const {
+  std::vector<Stream> streams(options_.streams.begin(), options_.streams.end());
+  streams.push_back(pushes_);
+  return streams;
 }
 
 std::byte* CudaTransport::address(int rank, int64_t offset, int64_t bytes) {
@@ -313,6 +338,7 @@ void CudaTransport::release(Channel channel, const Window& window) {
 
 void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
+  if (!batch.additions.empty()) flush(channel);
   batch.to.push_back(device(to));
   batch.from.push_back(device(from));
   batch.bytes.push_back(static_cast<size_t>(bytes));
@@ -324,17 +350,21 @@ void CudaTransport::place(Channel channel, std::byte* to, const std::byte* from,
   batches_[static_cast<size_t>(channel)].placements.push_back({to, from, bytes});
 }
 
-// What was given is gone from the batch also when it fails: it is not given again.
+// Copies first, in whatever order, then the kernels. What was given is gone from the batch also when it fails: it is not
+// given again.
 void CudaTransport::flush(Channel channel) {
   Batch batch;
   std::swap(batch, batches_[static_cast<size_t>(channel)]);
-  copy_batch(channel, batch);
+  copy_batch(pushing(channel), batch);
   if (!batch.placements.empty()) place_launch()(batch.placements, options_.accumulate_ctas, stream(channel));
+  if (!batch.additions.empty()) {
+    accumulate_launch()(batch.in, batch.out, batch.additions, options_.accumulate_ctas, stream(channel));
+  }
   batch.clear();
   std::swap(batch, batches_[static_cast<size_t>(channel)]);  // keeps its memory
 }
 
-void CudaTransport::copy_batch(Channel channel, Batch& batch) {
+void CudaTransport::copy_batch(Stream stream, Batch& batch) {
   const size_t count = batch.bytes.size();
   if (count == 0) return;
   Result result = 0;
@@ -344,10 +374,10 @@ void CudaTransport::copy_batch(Channel channel, Batch& batch) {
     size_t first = 0;
     call = "cuMemcpyBatchAsync";
     result = driver().copy_batch(batch.to.data(), batch.from.data(), batch.bytes.data(), count, &attributes, &first, 1,
-                                 stream(channel));
+                                 stream);
   } else {
     for (size_t i = 0; i < count && result == 0; ++i) {
-      result = driver().copy(batch.to[i], batch.from[i], batch.bytes[i], stream(channel));
+      result = driver().copy(batch.to[i], batch.from[i], batch.bytes[i], stream);
     }
   }
   check(result, call);
@@ -359,13 +389,19 @@ void CudaTransport::fill(Channel channel, std::byte* to, int64_t bytes) {
 }
 
 void CudaTransport::accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) {
-  flush(channel);
-  accumulate_launch()(in, out, args, options_.accumulate_ctas, stream(channel));
+  Batch& batch = batches_[static_cast<size_t>(channel)];
+  // One call has one pair of types; copies before it must be given first, and so must be additions of another pair.
+  if (!batch.bytes.empty() || (!batch.additions.empty() && (batch.in != in || batch.out != out))) flush(channel);
+  batch.in = in;
+  batch.out = out;
+  batch.additions.push_back(args);
 }
 
 void CudaTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) {
   flush(channel);
-  check(driver().stream_write_value(stream(channel), device_word(peer, channel, flag, who_.rank), value, kWriteDefault),
+  // The data flag follows the data; the others say what this rank's own stream has come to.
+  const Stream from = flag == Flag::data ? pushing(channel) : stream(channel);
+  check(driver().stream_write_value(from, device_word(peer, channel, flag, who_.rank), value, kWriteDefault),
         "cuStreamWriteValue64");
 }
 
@@ -378,8 +414,9 @@ void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, c
     ++entering_;
   }
   // Without the lock: the driver may block here while its queue is full, and the watchdog must go on looking.
-  const Result result = driver().stream_wait_value(stream(channel), device_word(who_.rank, channel, flag, peer), value,
-                                                   kWaitGreaterOrEqual);
+  const Stream held = flag == Flag::data ? stream(channel) : pushing(channel);
+  const Result result =
+      driver().stream_wait_value(held, device_word(who_.rank, channel, flag, peer), value, kWaitGreaterOrEqual);
   --entering_;
   check(result, "cuStreamWaitValue64");
 }
@@ -442,6 +479,7 @@ void CudaTransport::abort(const std::string& reason) {
     const CallNow& call = calls[static_cast<size_t>(c)];
     if (call.sequence == 0) continue;
     try {
+      follow(pushing(channel), stream(channel));
       watchdog_->watch(channel, call.sequence, record(stream(channel)), call.deadline);
     } catch (const Error&) {  // the device is lost: nothing on it goes on
     }
@@ -461,7 +499,7 @@ bool CudaTransport::release_waits() {
     tables_->flag_word(who_.rank, channel, flag, peer).store(kReleased);
   }
   if (entering_ > 0) return true;
-  for (Stream stream : options_.streams) {
+  for (Stream stream : all_streams()) {
     if (stream && driver().stream_query(stream) == kNotReady) return true;
   }
   return false;
@@ -470,7 +508,7 @@ bool CudaTransport::release_waits() {
 void CudaTransport::close(const std::string& reason) {
   if (guard_.in_child() || closed_.exchange(true)) return;
   if (!aborted_) {
-    for (Stream stream : options_.streams) {
+    for (Stream stream : all_streams()) {
       if (stream) driver().stream_synchronize(stream);
     }
   }

@@ -1,7 +1,8 @@
 // The CUDA transport: copy engines between the GPUs of one node, flags in host memory that every rank shares.
 //
-// Data: windows lie in the DeviceArena; peers' windows are plain addresses here. Copies of one channel run on that
-// channel's own stream, batched up to the next flag; those within the device are done by a kernel, behind the batch.
+// Data: windows lie in the DeviceArena; peers' windows are plain addresses here. What a call does runs on its channel's
+// own stream, copies batched up to the next flag; those within the device are done by a kernel, behind the batch.
+// Reduce-scatter sends on one more stream, so that a chunk is added while the next is on its way.
 // Flags: the control tables of an shm transport, registered with the driver; a stream writes a peer's word and waits
 // for its own. Measured on two H200: a round trip through host words takes 10.8 us, through words in device memory 9.4
 // us. In host memory the CPU can read them (who is missing) and release them (give up), so they are there. Devices that
@@ -103,23 +104,34 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   bool ask_together(const std::string& what, bool grow, const Wait& wait);
   std::string grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken);
   void flush(Channel channel);
-  void copy_batch(Channel channel, Batch& batch);
+  void copy_batch(Stream stream, Batch& batch);
+  void join_pushes(Channel channel);
+  static void follow(Stream earlier, Stream later);
+  std::vector<Stream> all_streams() const;
   std::string diagnose(Channel channel, uint64_t sequence, bool late, const std::string& failure);
   bool release_waits();
   DevicePtr device_word(int owner, Channel channel, Flag flag, int source);
   Stream stream(Channel channel) const { return options_.streams[static_cast<size_t>(channel)]; }
+  // Where what a channel sends to peers runs. A reduce-scatter adds one chunk while it sends the next, and its kernels
+  // may have to wait for an SM; everything else is in order on one stream.
+  Stream pushing(Channel channel) const {
+    return channel == Channel::reduce_scatter ? pushes_ : stream(channel);
+  }
 
-  // Copies given since the last flag of their channel.
+  // Given since the last flag of their channel.
   struct Batch {
     std::vector<DevicePtr> to, from;
     std::vector<size_t> bytes;
     std::vector<Placement> placements;
-    bool empty() const { return bytes.empty() && placements.empty(); }
+    ElementType in = ElementType::bytes, out = ElementType::bytes;  // of the additions
+    std::vector<AccumulateArgs> additions;
+    bool empty() const { return bytes.empty() && placements.empty() && additions.empty(); }
     void clear() {
       to.clear();
       from.clear();
       bytes.clear();
       placements.clear();
+      additions.clear();
     }
   };
   // Each kind of call has a segment of its own: two of them that are being put on their streams by two threads never
@@ -135,6 +147,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   const CudaOptions options_;
   const ForkGuard guard_;
   NcclComm comm_ = nullptr;
+  Stream pushes_ = nullptr;
   std::shared_ptr<DeviceArena> arena_;
   std::array<Staging, kChannels> staging_;
   std::mutex staging_mutex_;

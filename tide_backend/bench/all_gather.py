@@ -4,6 +4,8 @@ per-param    stock does what FSDP2 does: the shards are copied into this rank's 
              all_gather_into_tensor, then split_with_sizes_copy into per-parameter tensors. tide: the shards
              are copied to their places in a slot of the arena; the call with a ParameterLayout does the rest.
 rank-major   all_gather_into_tensor alone, from and into ordinary memory, on both.
+push         GPUs only: tide's call with the shards already at their places, beside a plain copy of as many bytes to
+             the next GPU: what the copy engines can do.
 """
 
 from __future__ import annotations
@@ -96,12 +98,50 @@ class TidePerParameter(PerParameter):
         all_gather(self.out, self.placeholder, group=self.place.group)
 
 
+class TidePlaced(TidePerParameter):
+    def fill(self, source: torch.Tensor) -> None:
+        super().fill(source)
+        torch._foreach_copy_(self.own_parts, self.shards)
+
+    def run(self) -> None:
+        tide_backend.apply_layout(self.out, self.layout, placed=True)
+        all_gather(self.out, self.placeholder, group=self.place.group)
+
+
+class RawPush(Call):
+    """A copy of one shard to the next GPU; every rank makes one at a time, so both directions are in use."""
+
+    def __init__(self, place: Place, numel: int) -> None:
+        super().__init__(place)
+        self.source_numel = numel
+        self.shard = empty_bf16(place, numel)
+        peer = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+        self.out = torch.empty(numel, dtype=torch.bfloat16, device=torch.device("cuda", peer))
+
+    def fill(self, source: torch.Tensor) -> None:
+        self.shard.copy_(source)
+        self.out.zero_()
+
+    def run(self) -> None:
+        self.out.copy_(self.shard, non_blocking=True)
+
+    def noted_run(self) -> str:
+        self.run()
+        return "copy"
+
+    def wrong(self, sources: list[torch.Tensor]) -> int:
+        return differing(self.out, sources[self.place.rank])
+
+
 def pairs(tide: Place, stock: Place, size: int, layout: str) -> list[Pair]:
     numel = max(1, size // ITEM // tide.world)
     size = numel * tide.world * ITEM
     shards = shard_numels(layout, numel)
     delivered = TidePerParameter(tide, shards), StockPerParameter(stock, shards)
-    return [
+    found = [
         Pair("per-param", size, numel, "bf16", "none", *delivered),
         Pair("rank-major", size, numel, "bf16", "none", RankMajor(tide, numel), RankMajor(stock, numel)),
     ]
+    if tide.device == "cuda" and tide.world == 2 <= torch.cuda.device_count():
+        found.append(Pair("push", size, numel, "bf16", "none", TidePlaced(tide, shards), RawPush(stock, numel)))
+    return found

@@ -21,6 +21,7 @@ NOTES = {
         "            split_with_sizes_copy into per-parameter tensors",
         "            tide: shards copied to their place, the same tensors delivered through ParameterLayout",
         "rank-major: all_gather_into_tensor into ordinary memory, without any copies around it, on both",
+        "push:       two GPUs: tide's call with the shards in place, beside a plain copy of a shard to the other GPU",
     ),
     "reduce_scatter": (
         "per-param:  {stock}: as FSDP2: torch._chunk_cat of bf16 gradients into an fp32 buffer,",

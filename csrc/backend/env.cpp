@@ -79,7 +79,7 @@ const std::vector<EnvVariable>& env_table() {
        "1: staging in device memory lies in slots that reshard has vacated, where one is large enough", "0 or 1", "0"},
       {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition, cast or copy on a GPU", "1 or more", "132"},
       {"TIDE_CUDA_PLAIN_BYTES", "CUDA all-gathers and reduce-scatters of fewer bytes, over all ranks, go to nccl unless "
-       "they have a layout", "0 or more", "1048576"},
+       "they have a layout; 0: none does, and no all-to-all", "0 or more", "134217728"},
       {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process", "0 "
        "or 1", "0"},
   };

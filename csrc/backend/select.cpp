@@ -21,12 +21,16 @@ const char* to_string(Path path) {
 namespace {
 
 // What a CUDA call without a layout is left to nccl for before the ranks agree on it: agreement is a host wait, which
-// small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. Of an
-// all-to-all no rank knows what the others send, so it is always agreed on; so is bf16 to fp32, which nccl has not.
+// small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. bf16 to
+// fp32, which nccl has not, is always agreed on. An all-to-all through staging is slower than nccl's at every size that
+// was measured, so only one into slots is worth it.
 std::optional<Selection> not_worth_agreeing(const Capabilities& c, const Request& q) {
   if (c.device != Device::cuda || q.layout) return std::nullopt;
   if (!c.inner_only_reason.empty()) return Selection{Path::inner, c.inner_only_reason};
   const bool all_gather = q.op == Channel::all_gather;
+  if (q.op == Channel::all_to_all && c.plain_bytes > 0 && !c.plain_slots) {
+    return Selection{Path::inner, "a CUDA all-to-all, and no memory for outputs was taken from the group"};
+  }
   if (!all_gather && (q.op != Channel::reduce_scatter || q.in_type != q.out_type)) return std::nullopt;
   if (q.numel * q.itemsize * q.world < c.plain_bytes) {
     return Selection{Path::inner, "a plain CUDA call of fewer than " + std::to_string(c.plain_bytes) +
@@ -57,6 +61,9 @@ Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
 
 Selection select_all_to_all(const Capabilities& c) {
   if (c.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
+  if (c.device == Device::cuda && c.outputs_known && c.plain_bytes > 0) {
+    return {Path::inner, "a rank had no slot in the arena for the output"};
+  }
   if (!c.no_staging_reason.empty()) return {Path::inner, "no memory for staging: " + c.no_staging_reason};
   return {Path::staged, "through staging windows"};
 }

@@ -5,8 +5,9 @@ steps, each over when it returns; the application is one more thread, which take
 back.
 GPU: one host thread of a rank takes windows, exchanges records, puts the steps on the channel's stream
 and gives staging back at once; whoever gets a window waits, on its stream, for the work that used it
-last. A reduce-scatter sends on a stream of its own and adds on the channel's. Copies on a stream are
-done in any order until the next signal. The application computes on a stream of its own.
+last. A reduce-scatter sends on a stream of its own and adds on the channel's; an all-to-all likewise.
+Copies on a stream are done in any order until the next signal. The application computes on a stream of
+its own.
 merged: all channels (CPU) or all streams (GPU) of a rank are one FIFO.
 """
 
@@ -231,11 +232,10 @@ class _Threads(_Builder):
 class _Host(_Builder):
     """On a GPU."""
 
-    @staticmethod
-    def pushed(op: Op) -> bool:
-        """Whether a step of a reduce-scatter is on the stream that sends: data goes out when its buffer is free."""
+    def pushed(self, op: Op) -> bool:
+        """Whether a step is on the stream that sends: data goes out when its buffer is free."""
         if isinstance(op, Move):
-            return len(op.sources) == 1
+            return op.to.owner != self.rank
         flag = op.word[0] if isinstance(op, Signal | Wait) else ""
         return flag == "data" if isinstance(op, Signal) else flag in ("ready", "credit")
 
@@ -262,7 +262,7 @@ class _Host(_Builder):
                 *(Claim(op.call) for op in [*first, *staging]),
             ]
             own = self.steps(call)
-            if call.op == "reduce_scatter" and not self.setup.merged:
+            if call.op in ("reduce_scatter", "all_to_all") and not self.setup.merged:
                 begin.append(Post(name, f"begun {name}"))
                 pushes = [op for op in own if self.pushed(op)]
                 own = [op for op in own if not self.pushed(op)]

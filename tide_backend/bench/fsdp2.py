@@ -75,7 +75,7 @@ def shard(model: Blocks, side: str) -> None:
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
         if side == "nccl-symm":
-            from .symmetric import SymmetricAllGather
+            from ..fsdp2.symmetric import SymmetricAllGather
 
             block.set_custom_all_gather(SymmetricAllGather())
     fully_shard(model, mp_policy=policy)

@@ -124,7 +124,9 @@ CudaTransport::~CudaTransport() {
   close("the process group was destroyed");
   watchdog_.reset();
   for (auto& [host, mapped] : mapped_) driver().host_unregister(host);
-  if (pushes_) driver().stream_destroy(pushes_);
+  for (Stream stream : pushes_) {
+    if (stream) driver().stream_destroy(stream);
+  }
 }
 
 void CudaTransport::map_tables() {
@@ -135,7 +137,10 @@ void CudaTransport::map_tables() {
     mapped_.emplace_back(memory, 0);  // from here on the destructor undoes it
     check(driver().host_device_pointer(&mapped_.back().second, memory, 0), "cuMemHostGetDevicePointer");
   }
-  check(driver().stream_create(&pushes_, kStreamNonBlocking, kPushPriority), "cuStreamCreateWithPriority");
+  for (Channel channel : {Channel::reduce_scatter, Channel::all_to_all}) {
+    check(driver().stream_create(&pushes_[static_cast<size_t>(channel)], kStreamNonBlocking, kPushPriority),
+          "cuStreamCreateWithPriority");
+  }
   // Devices without these operations say so here, before any plan is on a stream.
   const Stream stream = this->stream(Channel::memory);
   const DevicePtr word = device_word(who_.rank, Channel::memory, Flag::ready, who_.rank);
@@ -254,7 +259,7 @@ void CudaTransport::follow(Stream earlier, Stream later) {
 
 std::vector<Stream> CudaTransport::all_streams() const {
   std::vector<Stream> streams(options_.streams.begin(), options_.streams.end());
-  streams.push_back(pushes_);
+  streams.insert(streams.end(), pushes_.begin(), pushes_.end());
   return streams;
 }
 

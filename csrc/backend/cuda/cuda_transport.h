@@ -2,7 +2,7 @@
 //
 // Data: windows lie in the DeviceArena; peers' windows are plain addresses here. What a call does runs on its channel's
 // own stream, copies batched up to the next flag; those within the device are done by a kernel, behind the batch.
-// Reduce-scatter sends on one more stream, so that a chunk is added while the next is on its way.
+// Reduce-scatter and all-to-all send on one more stream, so that a chunk is added while the next is on its way.
 // Flags: the control tables of an shm transport, registered with the driver; a stream writes a peer's word and waits
 // for its own. Measured on two H200: a round trip through host words takes 10.8 us, through words in device memory 9.4
 // us. In host memory the CPU can read them (who is missing) and release them (give up), so they are there. Devices that
@@ -112,10 +112,11 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   bool release_waits();
   DevicePtr device_word(int owner, Channel channel, Flag flag, int source);
   Stream stream(Channel channel) const { return options_.streams[static_cast<size_t>(channel)]; }
-  // Where what a channel sends to peers runs. A reduce-scatter adds one chunk while it sends the next, and its kernels
-  // may have to wait for an SM; everything else is in order on one stream.
+  // Where what a channel sends to peers runs. A reduce-scatter adds one chunk while it sends the next (an all-to-all
+  // places it), and its kernels may have to wait for an SM; everything else is in order on one stream.
   Stream pushing(Channel channel) const {
-    return channel == Channel::reduce_scatter ? pushes_ : stream(channel);
+    const Stream own = pushes_[static_cast<size_t>(channel)];
+    return own ? own : stream(channel);
   }
 
   // Given since the last flag of their channel.
@@ -147,7 +148,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   const CudaOptions options_;
   const ForkGuard guard_;
   NcclComm comm_ = nullptr;
-  Stream pushes_ = nullptr;
+  std::array<Stream, kChannels> pushes_{};  // of reduce-scatter and all-to-all
   std::shared_ptr<DeviceArena> arena_;
   std::array<Staging, kChannels> staging_;
   std::mutex staging_mutex_;

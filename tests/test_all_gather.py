@@ -213,6 +213,9 @@ def slots_come_back(rank: int, world: int) -> None:
         raise AssertionError("the slot is not a 4096-aligned part of the arena")
     if in_use() < before + out.nbytes:
         raise AssertionError(f"in use: {before} before and {in_use()} with a slot of {out.nbytes}")
+    row = next(m for m in tide_backend.report(dist.group.WORLD).memory if m.device == "cpu")
+    if row.in_use != in_use() or row.held < row.in_use:
+        raise AssertionError(f"reported: {row}, in use: {in_use()}")
     view = out[5:7]
     del out
     if in_use() == before:

@@ -54,6 +54,17 @@ class CollectiveRow:
     seconds: float
 
 
+@dataclass(frozen=True)
+class MemoryRow:
+    """Memory of this rank that the peers of one group can write, in bytes: slots and staging, and what the group holds
+    for them. On GPUs it is the driver's and NCCL's own: PyTorch's memory statistics do not contain it."""
+
+    group: str
+    device: str
+    in_use: int
+    held: int
+
+
 @dataclass
 class Report:
     """Prints as a table. ``fsdp2``: state of the FSDP2 seam, with what is wrong if it was refused."""
@@ -61,6 +72,7 @@ class Report:
     fsdp2: str
     rows: list[ReportRow] = field(default_factory=list)
     collectives: list[CollectiveRow] = field(default_factory=list)
+    memory: list[MemoryRow] = field(default_factory=list)
 
     @property
     def fallbacks(self) -> list[ReportRow]:
@@ -99,6 +111,11 @@ class Report:
                     for c in self.collectives
                 ],
             )
+        if self.memory:
+            lines += _table(
+                "group device MiB-in-use MiB-held",
+                [(m.group, m.device, _mebi(m.in_use), _mebi(m.held)) for m in self.memory],
+            )
         if not self.rows and not self.collectives:
             lines.append("no call yet")
         return "\n".join(lines)
@@ -112,7 +129,7 @@ def report(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Re
         reset: zero the counts after reading them.
 
     Returns:
-        A :class:`Report`; ``print`` it, or read ``.rows``, ``.collectives``, ``.fallbacks`` and
+        A :class:`Report`; ``print`` it, or read ``.rows``, ``.collectives``, ``.memory``, ``.fallbacks`` and
         ``.to_dict()``. Rows of groups that were destroyed stay; their ``backend_path`` is empty.
     """
     name = None if group is None else group.group_name
@@ -124,6 +141,10 @@ def report(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Re
     for group_name, backend in backends.items():
         for total in backend.totals():
             result.collectives.append(CollectiveRow(group_name, **total))
+        for device in ("cpu", "cuda"):
+            in_use, held = backend.arena_bytes(device)
+            if held:
+                result.memory.append(MemoryRow(group_name, device, in_use, held))
         for record in backend.records():
             key = (group_name, record["label"], record["op"])
             ways.setdefault(key, {})[record["path"]] = None

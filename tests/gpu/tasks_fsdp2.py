@@ -161,4 +161,4 @@ def arena_reported(rank: int, world: int) -> int:
     device = enter(rank)
     held = backend(device).slot(1 << 20, str(device), torch.cuda.current_stream().cuda_stream)
     assert held[0] is not None, held[1]
-    return backend(device).arena_bytes("cuda")[1]
+    return next(row.held for row in tide_backend.report().memory if row.device == "cuda")

@@ -87,7 +87,7 @@ if sys.argv[3] == "import":
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("tide", store=dist.PrefixStore(sys.argv[4], store), rank=rank, world_size=2,
+dist.init_process_group("tide", store=store, rank=rank, world_size=2,
                         timeout=timedelta(seconds=30))
 out = torch.empty(2)
 dist.all_gather_into_tensor(out, torch.full((1,), float(rank)))

@@ -156,11 +156,13 @@ def test_monitored_barrier_names_the_absent_rank(wait_all: bool, who: str) -> No
 # Backend's method -> arguments, for what no backend but nccl's has, or none that is in PyTorch.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "get_reconfigure_handle": (),
+    "mem_allocator": (),
     "memory_stats": (),
     "new_window": (),
     "suspend": (),
     "resume": (),
     "merge": (dist.HashStore(), None, 0, 2),
+    "reconfigure": (c10d.ReconfigureOptions() if hasattr(c10d, "ReconfigureOptions") else None,),
     "shrink": ([1],),
     "_enable_collectives_timing": (),
     "_wait_for_pending_works": (),
@@ -174,7 +176,8 @@ def refuses(rank: int, world: int) -> dict[str, str]:
     for name, arguments in REFUSED.items():
         if hasattr(type(ours), name):
             given = [ours.options if a is None else a for a in arguments]
-            texts[name] = error_of(getattr(ours, name), *given)[1]
+            # Some are properties.
+            texts[name] = error_of(lambda name=name, given=given: getattr(ours, name)(*given))[1]
     for name in ("supports_reconfigure", "supports_shrinking", "supports_time_estimate", "supports_window"):
         value = getattr(ours, name, False)
         if value() if callable(value) else value:
@@ -209,6 +212,22 @@ def test_small_questions() -> None:
     run_ranks(2, small_questions)
 
 
+def without_effect(rank: int, world: int) -> None:
+    ours = backend()
+    for name, argument in (
+        ("_add_ephemeral_timeout", timedelta(seconds=1)),
+        ("_set_group_uid", "a name"),
+        ("setUsePgForSymmMemRendezvous", True),
+    ):
+        if hasattr(ours, name):
+            getattr(ours, name)(argument)
+    use()
+
+
+def test_what_has_no_effect_is_accepted() -> None:
+    run_ranks(2, without_effect, fresh=True)
+
+
 def hooks(rank: int, world: int) -> list[str]:
     seen: list[str] = []
     group = DEFAULT()
@@ -225,6 +244,20 @@ def hooks(rank: int, world: int) -> list[str]:
 def test_hooks_before_and_after_calls() -> None:
     for seen in run_ranks(2, hooks):
         assert seen == ["before HookOpName.ALLGATHER", "after"]
+
+
+def profiled(rank: int, world: int) -> list[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, dist.record_comm("layer 3"):
+        dist.all_gather_into_tensor(torch.empty(world), full(rank, 1))
+    return [event.name for event in profiler.events()]
+
+
+@pytest.mark.skipif(not hasattr(dist, "record_comm"), reason="newer than this torch")
+def test_profilers_see_calls_under_their_names() -> None:
+    for names in run_ranks(2, profiled):
+        assert "tide::all_gather" in names and "layer 3" in names, names
 
 
 def recorded_failure(rank: int, world: int) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def test_monitored_barrier_names_the_absent_rank(wait_all: bool, who: str) -> No
     assert "Rank 3 successfully reached monitoredBarrier" in results[3] and "rank 0" in results[3], results[3]
 
 
-# Backend's method -> arguments, for what no backend but nccl's has, or none that is in PyTorch.
+# Backend's method -> arguments, for what a tide group does not have.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "get_reconfigure_handle": (),
     "mem_allocator": (),

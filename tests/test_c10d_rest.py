@@ -100,23 +100,31 @@ def names_of_newer_versions(rank: int, world: int) -> None:
     dist.reduce_scatter_single(out, tensor(inputs[rank], torch.float32))
     check_bits(out, oracle.reduce_scatter(inputs, "float32")[rank], "reduce_scatter_single")
     expect_path("staged")
+
+
+def names_of_newer_methods(rank: int, world: int) -> None:
+    shards = [random_bytes(1, r, 7, torch.float32) for r in range(world)]
+    inputs = [random_values(2, r, world * 5, "float32") for r in range(world)]
     group = backend()
     outs, parts = [torch.empty(world * 7)], [torch.empty(5)]
     group.all_gather_single_coalesced(outs, [tensor(shards[rank], torch.float32)]).wait()
     group.reduce_scatter_single_coalesced(parts, [tensor(inputs[rank], torch.float32)]).wait()
     check_bits(outs[0], oracle.all_gather(shards), "all_gather_single_coalesced")
     check_bits(parts[0], oracle.reduce_scatter(inputs, "float32")[rank], "reduce_scatter_single_coalesced")
+    out = torch.empty(world * 7 if rank == 0 else 0)
+    group.gather_single(out, tensor(shards[rank], torch.float32)).wait()
     if rank == 0:
-        out = torch.empty(world * 7)
-        group.gather_single(out, tensor(shards[rank], torch.float32)).wait()
         check_bits(out, oracle.all_gather(shards), "gather_single")
-    else:
-        group.gather_single(torch.empty(0), tensor(shards[rank], torch.float32)).wait()
 
 
 @pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="newer than this torch")
 def test_names_of_newer_versions() -> None:
     run_ranks(2, names_of_newer_versions)
+
+
+@pytest.mark.skipif(not hasattr(c10d.Backend, "all_gather_single_coalesced"), reason="newer than this torch")
+def test_names_of_newer_methods() -> None:
+    run_ranks(2, names_of_newer_methods)
 
 
 def lists_at_once(rank: int, world: int) -> None:

@@ -1,4 +1,4 @@
-"""What runs inside one rank of `ranks.RankPool`."""
+"""What runs inside one rank of `ranks.RankPool`. A job is over well only if every fallback in it has a reason."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -13,6 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from fallback_kinds import unexplained
 
 PR_SET_PDEATHSIG = 1
 
@@ -42,6 +45,7 @@ def serve(pipe: Connection, rank: int, world: int, port: int) -> None:
         try:
             _enter(group)
             answer = "ok", fn(rank, world, *args)
+            _expect_explained()
         except BaseException:
             answer = "raised", traceback.format_exc()
         try:
@@ -90,6 +94,13 @@ def _enter(group: Any) -> None:
     if group.backend is not None:
         init(group.backend, group.timeout_s)
         _state["group"] = group
+
+
+def _expect_explained() -> None:
+    """Raise AssertionError if a call of this process fell back without a reason, or for one of an unknown kind."""
+    tide = sys.modules.get("tide_backend")
+    if tide is not None and (rows := unexplained(tide.report())):
+        raise AssertionError("fallbacks that explain nothing:\n" + "\n".join(rows))
 
 
 def stack_file(pid: int) -> Path:

@@ -315,7 +315,7 @@ def two_default_groups(rank: int, world: int) -> None:
     """A new default group in the same process and store does not meet the old one."""
     store = rank_process.store()
     for n in range(3):
-        dist.init_process_group("tide", store=dist.PrefixStore(f"round{n}", store), rank=rank, world_size=world)
+        dist.init_process_group("tide", store=store, rank=rank, world_size=world)
         use(seed=n)
         if rank == n % world:
             time.sleep(0.05)

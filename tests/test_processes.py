@@ -87,7 +87,7 @@ if sys.argv[3] == "import":
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("tide", store=dist.PrefixStore(sys.argv[4], store), rank=rank, world_size=2,
+dist.init_process_group("tide", store=store, rank=rank, world_size=2,
                         timeout=timedelta(seconds=30))
 out = torch.empty(2)
 dist.all_gather_into_tensor(out, torch.full((1,), float(rank)))
@@ -125,6 +125,10 @@ def entry_points() -> list[str]:
     return [e.name for e in entry_points(group="torch.distributed.backends")]
 
 
+FINDS_BACKENDS = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
+@pytest.mark.skipif(not FINDS_BACKENDS, reason="this torch looks for no backends")
 @pytest.mark.skipif("tide" not in entry_points(), reason="tide is not installed, only importable")
 def test_found_without_an_import() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
+from fallback_kinds import STOCK_KINDS
 from ranks import RanksFailed, run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def answer(rank: int, world: int, more: int) -> tuple[int, int, int]:
@@ -78,3 +83,31 @@ def test_ranks_that_are_meant_to_die() -> None:
 def test_the_group_is_the_one_asked_for() -> None:
     assert run_ranks(2, backend_and_sum, backend="gloo") == [("gloo", 2.0)] * 2
     assert run_ranks(2, backend_and_sum) == [("tide", 2.0)] * 2
+
+
+def falls_back(rank: int, world: int, kind: str, reason: str) -> None:
+    from tide_backend.fsdp2.journal import Reason, journal
+
+    if rank == 1:
+        journal.fall_back("0", "layer", "all_gather", Reason(kind, reason))
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("made_up", "a reason"), ("device", " ")])
+def test_a_fallback_without_a_known_reason_fails_the_job(kind: str, reason: str) -> None:
+    with pytest.raises(RanksFailed, match=rf"rank 1 of 2: Traceback(.|\n)*all_gather of layer.*kind '{kind}'"):
+        run_ranks(2, falls_back, kind, reason, backend=None, fresh=True)
+
+
+def test_a_fallback_with_a_known_reason_is_fine() -> None:
+    assert run_ranks(2, falls_back, "device", "a reason", backend=None, fresh=True) == [None, None]
+
+
+def test_the_known_kinds_are_those_of_the_seam() -> None:
+    """A kind that nothing gives any more, or that is not on the list yet, is a mistake in one of the two."""
+    given = set()
+    for path in (ROOT / "tide_backend/fsdp2").glob("*.py"):
+        text = path.read_text()
+        names = dict(re.findall(r'^([A-Z_]+) = "(\w+)"$', text, flags=re.M))
+        for quoted, name in re.findall(r'\bReason\((?:"(\w+)"|([A-Z_]+)),', text):
+            given.add(quoted or names[name])
+    assert given == STOCK_KINDS

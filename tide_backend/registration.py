@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .generation import agree
+
 DEVICES = ["cpu", "cuda"]
 
 
@@ -85,6 +87,8 @@ def _create(opts: Any, pg_options: Any) -> Any:
 
     # Each group has keys of its own in the store, so that a restart or a second group never meets them.
     store = dist.PrefixStore("tide/", opts.store)
+    word = agree(store, opts.group_rank, opts.group_size, opts.timeout, pg_options.group_name)
+    store = dist.PrefixStore(f"{word}/", store)
     backend = _C.TideBackend(store, opts.group_rank, opts.group_size, pg_options, _inner_backend)
     # gloo connects all pairs when it is made, so that happens here, where every rank is: a first use by two ranks
     # of four (send and recv) could not make it.

@@ -23,7 +23,7 @@ class ReportRow:
     recorded calls ("zero_copy", "staged", "inner"; several are joined by "+"; empty on the stock path and
     when its ring no longer holds a call). ``bytes``: payload on this rank. ``copies_avoided``: bytes that
     FSDP2's own layout copies would have written. ``fallbacks``: calls that took PyTorch's path, or that the
-    backend handed to its inner group.
+    backend handed to its inner group (``kind`` is then "inner" and ``reason`` the backend's).
     """
 
     group: str
@@ -137,7 +137,7 @@ def report(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Re
     result = Report(fsdp2_state() if problem is None else f"refused: {problem.text}")
     backends = {n: b for n, b in _backends() if name in (None, n)}
     ways: dict[tuple[str, str, str], dict[str, None]] = {}
-    handed_on: dict[tuple[str, str, str], int] = {}
+    handed_on: dict[tuple[str, str, str], list[str]] = {}
     for group_name, backend in backends.items():
         for total in backend.totals():
             result.collectives.append(CollectiveRow(group_name, **total))
@@ -148,17 +148,17 @@ def report(group: dist.ProcessGroup | None = None, *, reset: bool = False) -> Re
         for record in backend.records():
             key = (group_name, record["label"], record["op"])
             ways.setdefault(key, {})[record["path"]] = None
-            handed_on[key] = handed_on.get(key, 0) + (record["path"] == "inner")
+            if record["path"] == "inner":
+                handed_on.setdefault(key, []).append(record["reason"])
     for row in journal.rows(name):
         key = (row.group, row.module, row.op)
-        own = row.path != STOCK
-        result.rows.append(
-            ReportRow(
-                **asdict(row),
-                backend_path="+".join(ways.get(key, ())) if own else "",
-                fallbacks=min(handed_on.get(key, 0), row.calls) if own else row.calls,
-            )
-        )
+        values = asdict(row) | {"backend_path": "", "fallbacks": row.calls}
+        if row.path != STOCK:
+            reasons = handed_on.get(key, [])
+            values |= {"backend_path": "+".join(ways.get(key, ())), "fallbacks": min(len(reasons), row.calls)}
+            if reasons:
+                values |= {"kind": "inner", "reason": "; ".join(dict.fromkeys(reasons))}
+        result.rows.append(ReportRow(**values))
     if reset:
         journal.reset(name)
         for backend in backends.values():

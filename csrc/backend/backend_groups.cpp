@@ -36,8 +36,10 @@ c10::intrusive_ptr<c10d::Backend> TideBackend::split(const c10::intrusive_ptr<c1
     options->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(r)
                                                             : global.at(static_cast<size_t>(r)));
   }
-  // PyTorch may give a later split the name of one that is gone; the number keeps their keys apart.
-  auto own = c10::make_intrusive<c10d::PrefixStore>("tide-split-" + std::to_string(number) + "/", store);
+  // PyTorch may give a later split the name of one that is gone; the number keeps their keys apart. This group's own
+  // store also keeps them apart from what an earlier attempt of the job left in `store`.
+  auto own = c10::make_intrusive<c10d::PrefixStore>(
+      "tide-split-" + std::to_string(number) + "-" + std::to_string(ranks.front()) + "/", store_);
   auto made = c10::make_intrusive<TideBackend>(own, static_cast<int>(place - ranks.begin()),
                                                static_cast<int>(ranks.size()), options, make_inner_, interrupted_);
   made->inner(c10::DeviceType::CPU);  // gloo connects all pairs when it is made: here, where every member is

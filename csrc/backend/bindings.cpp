@@ -72,7 +72,7 @@ py::list records(TideBackend& self) {
       d["device"] = device;
       d["op"] = to_string(call.op);
       d["sequence"] = call.sequence;
-      d["path"] = to_string(call.path);
+      d["path"] = call.reason.empty() ? "" : to_string(call.path);  // the reason comes with the decision
       d["reason"] = call.reason;
       d["label"] = call.label;
       d["dtype"] = call.text;

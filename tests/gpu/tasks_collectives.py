@@ -1,4 +1,4 @@
-"""Tasks of test_collectives.py: what each rank does."""
+"""Tasks of test_gpu_collectives.py: what each rank does."""
 
 from __future__ import annotations
 

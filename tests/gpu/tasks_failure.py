@@ -1,4 +1,4 @@
-"""Programs of test_failure.py, run as processes of their own: `python tasks_failure.py CASE RANK WORLD PORT`."""
+"""Programs of test_gpu_failure.py, run as processes of their own: `python tasks_failure.py CASE RANK WORLD PORT`."""
 
 from __future__ import annotations
 

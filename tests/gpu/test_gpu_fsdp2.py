@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tasks_fsdp2 as tasks
-from test_collectives import needs_kernels
+from test_gpu_collectives import needs_kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_collectives import needs_kernels
+from test_gpu_collectives import needs_kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -251,7 +251,7 @@ def hooks(rank: int, world: int) -> list[str]:
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="newer than this torch")
 def test_hooks_before_and_after_calls() -> None:
     for seen in run_ranks(2, hooks):
-        assert seen == ["before HookOpName.ALLGATHER", "after"]
+        assert seen[0].startswith("before HookOpName.ALLGATHER") and seen[1:] == ["after"], seen
 
 
 def profiled(rank: int, world: int) -> list[str]:

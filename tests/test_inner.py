@@ -19,7 +19,8 @@ from ranks import run_ranks
 import tide_backend
 
 # Older ones raise for every backend that is not called gloo.
-MONITORED = tuple(int(v) for v in torch.__version__.split(".")[:2]) >= (2, 14)
+VERSION = tuple(int(v) for v in torch.__version__.split(".")[:2])
+MONITORED = VERSION >= (2, 14)
 
 
 def row(rank: int, n: int = 5) -> np.ndarray:
@@ -214,7 +215,8 @@ def futures(rank: int, world: int) -> None:
     chained = work.get_future().then(lambda f: f.value()[0] * 1)
     check_bits(chained.wait(), oracle.all_gather(shards), "future")
     check_bits(work.result()[0] if isinstance(work.result(), list) else work.result(), out.numpy(), "result")
-    if not work.is_success() or work.exception() is not None:
+    # In 2.11 no backend's Work.exception() can be called from Python.
+    if not work.is_success() or (VERSION >= (2, 13) and work.exception() is not None):
         raise AssertionError("a good call looks failed")
 
 

@@ -17,6 +17,9 @@ class Backend:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
+    def arena_bytes(self, device: str) -> tuple[int, int]:
+        return (3, 4096) if device == "cuda" else (0, 0)
+
     def totals(self) -> list[dict[str, Any]]:
         return []
 
@@ -34,4 +37,6 @@ def test_a_call_handed_on_has_the_backends_reason(reason: str, monkeypatch: pyte
     (row,) = tide_backend.report().rows
     assert (row.path, row.backend_path, row.fallbacks) == ("tide", "zero_copy+inner", 2)
     assert (row.kind, row.reason) == ("inner", reason)
+    assert tide_backend.report().to_dict()["memory"] == [{"group": "0", "device": "cuda", "in_use": 3, "held": 4096}]
+    assert "0.00" in str(tide_backend.report()).splitlines()[-1]
     assert bool(unexplained(tide_backend.report())) == (reason == "")

@@ -81,8 +81,9 @@ class Simulator:
                 place = ("window", r, step["staged"] + other * step["stride"])
                 pieces.append(self.read(r, place, step["bytes"]))
             pieces.insert(r, self.read(r, step["from"], step["bytes"]))
-            arrays = [np.frombuffer(p, oracle.KINDS[self.kind]) for p in pieces]
-            total = oracle.reduce_in_rank_order(arrays, self.kind, self.out_kind, self.scale)
+            kind = self.kind if step["type"] == "bytes" else step["type"]
+            arrays = [np.frombuffer(p, oracle.KINDS[kind]) for p in pieces]
+            total = oracle.reduce_in_rank_order(arrays, kind, self.out_kind, self.scale)
             self.write(r, step["to"], total.tobytes())
 
     def space(self, r: int, address: tuple[str, int, int]) -> bytes | bytearray:

@@ -62,6 +62,7 @@ std::string CallRecord::encode() const {
   std::string out = text;
   out.push_back('\0');
   put(out, contract);
+  put(out, input_types);
   put(out, static_cast<uint64_t>(window_offset));
   put(out, static_cast<uint64_t>(window_bytes));
   put(out, uint64_t{output_in_arena});
@@ -83,6 +84,7 @@ CallRecord CallRecord::decode(const std::string& bytes) {
   record.text = bytes.c_str();
   Reader reader(bytes, record.text.size() + 1);
   record.contract = reader.word();
+  record.input_types = reader.word();
   record.window_offset = static_cast<int64_t>(reader.word());
   record.window_bytes = static_cast<int64_t>(reader.word());
   record.output_in_arena = reader.word() != 0;
@@ -105,9 +107,14 @@ CallRecord describe(const Request& q) {
   if (q.layout) record.text += " layout " + q.layout->describe();
   int64_t scale_bits;
   std::memcpy(&scale_bits, &q.scale, sizeof scale_bits);
-  record.contract = hash_words({static_cast<int64_t>(q.op), q.scalar_type, q.itemsize, q.out_itemsize,
-                                all_to_all ? 0 : q.numel, static_cast<int64_t>(q.reduction), scale_bits,
+  record.contract = hash_words({static_cast<int64_t>(q.op), q.scalar_type, q.separate_inputs ? 0 : q.itemsize,
+                                q.out_itemsize, all_to_all ? 0 : q.numel, static_cast<int64_t>(q.reduction), scale_bits,
                                 q.layout ? static_cast<int64_t>(q.layout->hash()) : 0});
+  if (q.separate_inputs) {
+    std::vector<int64_t> types{static_cast<int64_t>(q.in_type)};
+    for (ElementType type : q.in_types) types.push_back(static_cast<int64_t>(type));
+    record.input_types = hash_words(types);
+  }
   record.output_in_arena = q.output_in_arena;
   if (all_to_all) {
     record.in_splits = q.in_splits;

@@ -13,6 +13,9 @@ namespace tide {
 struct CallRecord {
   std::string text;            // "all_gather bfloat16[4096]": for people, and for the journal
   uint64_t contract = 0;       // hash of everything that must be the same on all ranks
+  // Hash of the types of separate inputs. Not in the contract: a gradient may be fp32 on a rank that accumulated it and
+  // bf16 on one that did not, and such a call is right.
+  uint64_t input_types = 0;
   int64_t window_offset = -1;  // -1: none
   int64_t window_bytes = 0;
   bool output_in_arena = false;

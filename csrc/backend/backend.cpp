@@ -405,12 +405,37 @@ std::pair<Reduction, double> reduction(const c10d::ReduceOp& op, int world, bool
   return {Reduction::other, 1.0};
 }
 
+bool widens(const at::Tensor& input, const at::Tensor& output) {
+  return input.scalar_type() == at::kBFloat16 && output.scalar_type() == at::kFloat;
+}
+
+// The tensor that stands for all: one of the output's type if there is one, as bf16 beside it is widened.
+const at::Tensor& widest(const std::vector<at::Tensor>& tensors, const at::Tensor& output) {
+  for (const at::Tensor& t : tensors) {
+    if (t.scalar_type() == output.scalar_type()) return t;
+  }
+  return tensors[0];
+}
+
+// One tensor per parameter: puts their types into the request when there are two. Returns the call's bytes.
+int64_t note_types(const std::vector<at::Tensor>& tensors, Request& q) {
+  const auto differs = [&](const at::Tensor& t) { return element_type(t.scalar_type()) != q.in_type; };
+  if (std::none_of(tensors.begin(), tensors.end(), differs)) return q.numel * q.world * q.itemsize;
+  q.type_name = "BFloat16 and Float -> Float";
+  int64_t bytes = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    q.in_types.push_back(element_type(tensors[i].scalar_type()));
+    bytes += q.layout->shard_numel(i) * q.world * tensors[i].element_size();
+  }
+  return bytes;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                  const c10d::ReduceScatterOptions& opts) {
   auto applied = LayoutTable::global().take(input);
-  const at::Tensor& sample = applied && !applied->tensors.empty() ? applied->tensors[0] : input;
+  const at::Tensor& sample = applied && !applied->tensors.empty() ? widest(applied->tensors, output) : input;
   const auto [op, scale] = reduction(opts.reduceOp, getSize(), at::isIntegralType(sample.scalar_type(), true));
   CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
@@ -440,8 +465,9 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
     q.separate_inputs = applied->separate;
     issue.label = applied->label;
     if (!applied->separate) expected = q.layout->total_gathered_numel();
+    if (applied->separate) q.scalar_type = static_cast<int>(output.scalar_type());
   }
-  const bool widening = sample.scalar_type() == at::kBFloat16 && output.scalar_type() == at::kFloat;
+  const bool widening = widens(sample, output);
   if (sample.scalar_type() != output.scalar_type() && !widening) {
     problem = "input and output differ in dtype; got " + shape(sample) + " and " + shape(output) +
               ", expected the same, or bfloat16 into float32; convert one of them";
@@ -467,8 +493,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   if (problem.empty() && applied && applied->separate) {
     for (size_t i = 0; i < applied->tensors.size(); ++i) {
       const at::Tensor& t = applied->tensors[i];
-      if (t.numel() != q.layout->numel(i) || t.scalar_type() != sample.scalar_type() ||
-          t.device() != output.device()) {
+      const bool known_type = t.scalar_type() == sample.scalar_type() || widens(t, output);
+      if (t.numel() != q.layout->numel(i) || !known_type || t.device() != output.device()) {
         problem = "tensor " + std::to_string(i) + " does not fit the layout; got " + shape(t) + " on " +
                   t.device().str() + ", expected " + std::to_string(q.layout->numel(i)) + " elements of " +
                   c10::toString(sample.scalar_type()) + " on " + output.device().str() + "; pass the tensors the layout was made for";
@@ -478,6 +504,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   }
   if (problem.empty()) {
     if (q.separate_inputs) {
+      issue.bytes = note_types(applied->tensors, q);
       for (const at::Tensor& t : applied->tensors) {
         issue.call.buffers.inputs.push_back(static_cast<const std::byte*>(repaired(t, issue).const_data_ptr()));
       }

@@ -41,6 +41,7 @@ std::string plan_key(const Request& q, Path path) {
                            static_cast<int64_t>(q.layout != nullptr)};
   put(words, sizeof words);
   put(&hash, sizeof hash);
+  put(q.in_types.data(), q.in_types.size() * sizeof(ElementType));
   put(q.in_splits.data(), q.in_splits.size() * sizeof(int64_t));
   put(q.out_splits.data(), q.out_splits.size() * sizeof(int64_t));
   put(q.peer_offsets.data(), q.peer_offsets.size() * sizeof(int64_t));
@@ -317,6 +318,7 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     in_arena += record.output_in_arena;
     outputs += record.has_output();
     lacking = lacking || record.lacks_window();
+    known.input_types_differ = known.input_types_differ || record.input_types != mine.input_types;
   }
   known.outputs_known = true;
   known.every_output_in_arena = outputs > 0 && in_arena == outputs;

@@ -74,11 +74,12 @@ class Run {
   }
 
   void accumulate(const Step& s) {
+    const ElementType in = s.type == ElementType::bytes ? call_.in_type : s.type;
     AccumulateArgs args;
     args.own = at(s.from, s.bytes);
     args.own_rank = plan_.rank;
     args.ranks = plan_.world;
-    args.numel = s.bytes / element_size(call_.in_type);
+    args.numel = s.bytes / element_size(in);
     args.out = at(s.to, args.numel * element_size(call_.out_type));
     args.scale = call_.scale;
     if (plan_.world > 1) {
@@ -87,9 +88,9 @@ class Run {
       args.stride = s.stride;
     }
     if (transport_) {
-      transport_->accumulate(call_.channel, call_.in_type, call_.out_type, args);
+      transport_->accumulate(call_.channel, in, call_.out_type, args);
     } else {
-      tide::accumulate(call_.in_type, call_.out_type, args);
+      tide::accumulate(in, call_.out_type, args);
     }
   }
 

@@ -55,7 +55,8 @@ std::string print(const Step& s) {
              std::to_string(s.value);
     case StepKind::accumulate:
       return "accumulate " + print(s.from) + ", staged+" + std::to_string(s.staged) + " stride " +
-             std::to_string(s.stride) + " -> " + print(s.to) + " " + std::to_string(s.bytes) + "B";
+             std::to_string(s.stride) + " -> " + print(s.to) + " " + std::to_string(s.bytes) + "B" +
+             (s.type == ElementType::bytes ? "" : std::string(" ") + to_string(s.type));
   }
   return "?";
 }

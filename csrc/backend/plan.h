@@ -38,6 +38,7 @@ struct Step {
   int64_t bytes = 0;   // copy, fill; accumulate: bytes of the input piece
   int64_t staged = 0;  // accumulate: where the piece of the first other rank lies in the window
   int64_t stride = 0;  // accumulate: from one other rank's piece to the next
+  ElementType type = ElementType::bytes;  // accumulate: of the pieces; bytes: the call's in_type
 };
 
 struct Plan {

@@ -59,6 +59,7 @@ py::list steps(const Plan& plan) {
     d["bytes"] = s.bytes;
     d["staged"] = s.staged;
     d["stride"] = s.stride;
+    d["type"] = to_string(s.type);
     result.append(d);
   }
   return result;
@@ -76,7 +77,7 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
           std::shared_ptr<ParameterLayout> layout, bool in_arena, bool placed, bool separate_inputs,
           std::vector<int64_t> in_splits, std::vector<int64_t> out_splits, int64_t budget, int depth,
           int64_t smallest_chunk, const std::string& in_type, const std::string& out_type,
-          std::vector<int64_t> peer_offsets) {
+          std::vector<int64_t> peer_offsets, const std::vector<std::string>& in_types) {
   Request q;
   if (op == "all_gather") {
     q.op = Channel::all_gather;
@@ -100,6 +101,7 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
   q.in_splits = std::move(in_splits);
   q.out_splits = std::move(out_splits);
   q.peer_offsets = std::move(peer_offsets);
+  for (const std::string& name : in_types) q.in_types.push_back(element_type(name));
   q.reduction = Reduction::sum;
   if (q.op == Channel::reduce_scatter && q.in_type == ElementType::bytes) {
     throw Error(ErrorKind::usage, "tide: plan: reduce_scatter needs in_type and out_type");
@@ -173,7 +175,7 @@ void bind_plans(py::module_& m) {
         py::arg("separate_inputs") = false, py::arg("in_splits") = std::vector<int64_t>{},
         py::arg("out_splits") = std::vector<int64_t>{}, py::arg("budget") = 4 << 20, py::arg("depth") = 2,
         py::arg("smallest_chunk") = 4096, py::arg("in_type") = "bytes", py::arg("out_type") = "bytes",
-        py::arg("peer_offsets") = std::vector<int64_t>{});
+        py::arg("peer_offsets") = std::vector<int64_t>{}, py::arg("in_types") = std::vector<std::string>{});
 
   m.def("env_table", [] {
     py::list result;

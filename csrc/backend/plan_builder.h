@@ -25,11 +25,12 @@ class PlanBuilder {
   void fill(Address to, int64_t bytes) { move(StepKind::fill, {}, to, bytes); }
   void signal(int peer, Flag flag, int64_t value) { tell(StepKind::signal, peer, flag, value); }
   void wait(int peer, Flag flag, int64_t value) { tell(StepKind::wait, peer, flag, value); }
-  void accumulate(Address own, int64_t staged, int64_t stride, Address to, int64_t bytes) {
+  void accumulate(Address own, int64_t staged, int64_t stride, Address to, int64_t bytes, ElementType type) {
     if (bytes <= 0) return;
     move(StepKind::accumulate, own, to, bytes);
     plan_.steps.back().staged = staged;
     plan_.steps.back().stride = stride;
+    plan_.steps.back().type = type;
   }
 
   // Every plan between ranks starts here: after it, every peer's window is known and free to be written.

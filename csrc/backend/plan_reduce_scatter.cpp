@@ -8,6 +8,8 @@
 //   rank-major input            in[o*S + o_i + x]
 //   parameter-contiguous input  in[p_i + o*s_i + x]
 //   separate inputs             in_i[o*s_i + x], and zero behind the end of in_i (padding never travels)
+// Separate inputs may be bf16 and fp32 side by side. Each travels as it is and is added as it is; in the windows all
+// have fp32's room, so that where a piece lies depends on sizes only.
 #include <algorithm>
 
 #include "plan_builder.h"
@@ -20,22 +22,26 @@ struct Piece {
   Address from;    // this rank's contribution; space none for padding
   int64_t offset;  // elements, in the owner's shard
   int64_t numel;
+  int64_t itemsize;
+  ElementType type = ElementType::bytes;  // bytes: the call's
 };
 
 // What this rank contributes to [begin, end) (elements) of `owner`'s shard. The cut depends on the owner only, so
 // every writer and the owner agree on it.
 std::vector<Piece> pieces(const Request& q, int owner, int64_t begin, int64_t end) {
-  if (!q.layout) return {{{Space::input, 0, (owner * q.numel + begin) * q.itemsize}, begin, end - begin}};
+  if (!q.layout) return {{{Space::input, 0, (owner * q.numel + begin) * q.itemsize}, begin, end - begin, q.itemsize}};
   std::vector<Piece> result;
   const ParameterLayout& layout = *q.layout;
   for (const auto& p : layout.pieces(begin, end)) {
     const int64_t in_parameter = owner * layout.shard_numel(p.parameter) + p.within;
     const int64_t valid = std::clamp<int64_t>(layout.valid_numel(p.parameter, owner) - p.within, 0, p.numel);
+    const ElementType type = q.in_types.empty() ? ElementType::bytes : q.in_types[p.parameter];
+    const int64_t itemsize = q.in_types.empty() ? q.itemsize : element_size(type);
     const Address from = q.separate_inputs
-                             ? Address{Space::input, static_cast<int>(p.parameter), in_parameter * q.itemsize}
+                             ? Address{Space::input, static_cast<int>(p.parameter), in_parameter * itemsize}
                              : Address{Space::input, 0, (layout.gathered_offset(p.parameter) + in_parameter) * q.itemsize};
-    if (valid > 0) result.push_back({from, p.shard_offset, valid});
-    if (valid < p.numel) result.push_back({{}, p.shard_offset + valid, p.numel - valid});
+    if (valid > 0) result.push_back({from, p.shard_offset, valid, itemsize, type});
+    if (valid < p.numel) result.push_back({{}, p.shard_offset + valid, p.numel - valid, itemsize});
   }
   return result;
 }
@@ -60,7 +66,8 @@ Plan plan_reduce_scatter(const Request& q, Path path, const Staging& staging) {
       if (p.from.space == Space::none) {
         plan.fill(to, p.numel * q.out_itemsize);
       } else {
-        plan.accumulate(p.from, buffer(k) + (p.offset - begin) * q.itemsize, stride, to, p.numel * q.itemsize);
+        plan.accumulate(p.from, buffer(k) + (p.offset - begin) * q.itemsize, stride, to, p.numel * p.itemsize,
+                        p.type);
       }
     }
   };
@@ -81,7 +88,7 @@ Plan plan_reduce_scatter(const Request& q, Path path, const Staging& staging) {
         for (const Piece& p : pieces(q, owner, begin, end)) {
           if (p.from.space == Space::none) continue;
           const int64_t at = slot(q.rank, owner) * stride + buffer(k) + (p.offset - begin) * q.itemsize;
-          plan.copy(p.from, {Space::window, owner, at}, p.numel * q.itemsize);
+          plan.copy(p.from, {Space::window, owner, at}, p.numel * p.itemsize);
         }
         plan.signal(owner, Flag::data, k + 1);
       }

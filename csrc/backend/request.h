@@ -16,7 +16,7 @@ struct Request {
   int world = 1;
   ElementType in_type = ElementType::bytes;   // bytes: moves without looking inside
   ElementType out_type = ElementType::bytes;  // differs from in_type only for bf16 -> fp32 reduce-scatter
-  int scalar_type = 0;                        // the caller's dtype as a number, for agreement only
+  int scalar_type = 0;  // the caller's dtype as a number (separate inputs: the output's), for agreement only
   std::string type_name = "bytes";            // and as text, for people: "bfloat16", "bfloat16 -> float32"
   int64_t itemsize = 1;                       // bytes of one input element
   int64_t out_itemsize = 1;
@@ -33,6 +33,9 @@ struct Request {
   bool placed = false;
   // reduce-scatter with a layout: one input per parameter instead of one packed buffer.
   bool separate_inputs = false;
+  // Separate inputs of two types, bf16 and fp32, reduced into fp32: one type per parameter, and in_type is fp32.
+  // Empty: all are of in_type.
+  std::vector<ElementType> in_types;
   // all-to-all, in elements, one per peer.
   std::vector<int64_t> in_splits, out_splits;
   // zero-copy all-to-all, in elements: where what this rank sends begins in each peer's output. Known only once the

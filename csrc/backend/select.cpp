@@ -54,6 +54,7 @@ Selection select_all_gather(const Capabilities& c) {
 }
 
 Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
+  if (c.input_types_differ) return {Path::inner, "ranks have gradients of different dtypes for the same parameters"};
   if (c.device == Device::cuda && !c.can_accumulate) return {Path::inner, "built without CUDA kernels"};
   if (!c.no_staging_reason.empty()) return {Path::inner, "no memory for staging: " + c.no_staging_reason};
   return {Path::staged, q.separate_inputs ? "per-parameter inputs, no packing" : "packed input"};

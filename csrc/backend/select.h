@@ -31,6 +31,7 @@ struct Capabilities {
   // Per call, once the ranks have told each other.
   bool outputs_known = false;
   bool every_output_in_arena = false;
+  bool input_types_differ = false;  // separate inputs: not every rank has the same dtype for the same parameter
   std::string no_staging_reason;  // why no rank could get staging for this kind of call; empty: not known to be so
 };
 

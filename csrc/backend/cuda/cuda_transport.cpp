@@ -395,7 +395,7 @@ void CudaTransport::fill(Channel channel, std::byte* to, int64_t bytes) {
 
 void CudaTransport::accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
-  // One call has one pair of types; copies before it must be given first, and so must be additions of another pair.
+  // Most calls have one pair of types; copies before it must be given first, and so must additions of another pair.
   if (!batch.bytes.empty() || (!batch.additions.empty() && (batch.in != in || batch.out != out))) flush(channel);
   batch.in = in;
   batch.out = out;

@@ -13,11 +13,16 @@ import torch.distributed as dist
 from fsdp2_models import Case, build, loss_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tide_backend
 
 STEPS = 5
+# From PyTorch 2.15 on FSDP2 reduces every gradient in the dtype in which autograd made it, so that a group may have
+# bf16 and fp32 side by side: an RMSNorm on CPU computes in fp32 and gives its bf16 weight an fp32 gradient. Before,
+# autograd rounded that to the parameter's dtype first.
+KEEPS_AUTOGRADS_DTYPES = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
 FACTORIES = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
 _groups: dict[Any, Any] = {}  # made beside the default group (tide), and only good with it
 
@@ -216,11 +221,19 @@ def compare_with_gloo(rank: int, world: int, case: Case) -> float:
     return max(differences)
 
 
+def in_bf16(plain: torch.nn.Module) -> None:
+    """Gives an unsharded model bf16 parameters, and gradients of the dtypes that FSDP2 reduces in fp32."""
+    plain.to(torch.bfloat16)
+    if KEEPS_AUTOGRADS_DTYPES:
+        for p in plain.parameters():
+            p.grad_dtype = None
+
+
 def gradients_match_float64(rank: int, world: int, case: Case) -> None:
     """The reduced gradients against every rank's own ones on an unsharded model, summed in float64."""
     plain = build(case)
     if case.precision == "bf16":
-        plain.to(torch.bfloat16)
+        in_bf16(plain)
     loss_of(plain, rank, 0).backward()
     model = build(case)
     shard(model, case, "tide")

@@ -254,27 +254,6 @@ def _plain_gradient(world: int) -> torch.Tensor:
     return plain.left.weight.grad / world
 
 
-def mixed_accumulation(rank: int, world: int) -> None:
-    """A parameter that only the last micro-batch uses: bf16 beside accumulated fp32 gradients. FSDP2 up to 2.14
-    refuses; tide must neither hide nor worsen that."""
-    for backend in ("tide", "gloo"):
-        case = Case("unused", unused=True)
-        model = build(case)
-        shard(model, case, backend)
-        model.set_requires_gradient_sync(False)
-        loss_of(model, rank, 0).backward()
-        model.set_requires_gradient_sync(True)
-        spare = model.blocks[0].spare
-        hook = model.blocks[0].norm.register_forward_hook(lambda m, args, out, spare=spare: out + spare(args[0]).sum())
-        try:
-            loss_of(model, rank, 1).backward()
-        except AssertionError as error:
-            assert "uniform gradient dtype" in str(error), error
-        else:
-            assert hasattr(model.blocks[0]._get_fsdp_state()._fsdp_param_group, "_prepare_reduce_scatter_inputs")
-        hook.remove()
-
-
 def nothing_stays_gathered(rank: int, world: int) -> None:
     """Several roots under no_grad: after each forward, none of the slots is held any more."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from fsdp2_both import Result, assert_on_tide, full, on_both
-from fsdp2_cases import Trace, close, gloo_group, mesh
+from fsdp2_cases import Trace, close, gloo_group, in_bf16, mesh
 from fsdp2_contract_cases import adam, run_steps
 from fsdp2_models import Case, Net, build, loss_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +40,7 @@ def _oracle(precision: str, factor: float) -> dict[str, torch.Tensor]:
     """All ranks' gradients of an unsharded model, added in float64 and divided."""
     plain = build(Case("plain"))
     if precision != "fp32":
-        plain.to(torch.bfloat16)
+        in_bf16(plain)
     loss_of(plain, dist.get_rank(), 0).backward()
     sums = {}
     for name, p in plain.named_parameters():

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import fsdp2_contract_cases as cases
+import fsdp2_dtype_cases as dtypes
 import fsdp2_extension_cases as extensions
 import fsdp2_mesh_cases as meshes
 import pytest
+from fsdp2_cases import KEEPS_AUTOGRADS_DTYPES
 from ranks import run_ranks
 
 TWO_RANKS = [
@@ -20,7 +22,6 @@ TWO_RANKS = [
     cases.separate_reduce_scatter_group,
     cases.unused_as_zeros,
     cases.unused_without_zeros,
-    cases.mixed_accumulation,
     cases.nothing_stays_gathered,
     cases.two_models,
     cases.many_tiny_parameters,
@@ -30,6 +31,19 @@ TWO_RANKS = [
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.__name__)
 def test_two_ranks(case: Any) -> None:
     assert run_ranks(2, case) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "case", [dtypes.mixed_accumulation, dtypes.unused_norms_as_zeros], ids=lambda case: case.__name__
+)
+def test_gradients_of_two_dtypes(case: Any) -> None:
+    assert run_ranks(2, case) == [None, None]
+
+
+@pytest.mark.skipif(not KEEPS_AUTOGRADS_DTYPES, reason="FSDP2 refuses such gradients before PyTorch 2.15")
+def test_gradients_of_other_dtypes_by_rank() -> None:
+    # Fresh ranks: the backend's record of the last calls of "blocks.0" is then this case's alone.
+    assert run_ranks(2, dtypes.accumulation_that_differs_by_rank, fresh=True) == [None, None]
 
 
 @pytest.mark.parametrize("world", [2, 4])

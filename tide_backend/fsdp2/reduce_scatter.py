@@ -175,13 +175,15 @@ def copy_in_seam(stock_copy_in: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_gradients(gradients: list[torch.Tensor], buffer: torch.Tensor) -> Reason | None:
-    """Only by facts that are the same on every rank: strides are not (the backend repairs them by a copy)."""
-    dtype = gradients[0].dtype
-    if dtype != buffer.dtype and not (dtype == torch.bfloat16 and buffer.dtype == torch.float32):
-        return Reason("gradient_dtype", f"gradients are {dtype} and reduced in {buffer.dtype}")
+    """Only by facts that are the same on every rank: strides are not (the backend repairs them by a copy).
+
+    Nor, from PyTorch 2.15 on, is which gradients are bf16 and which fp32: FSDP2 leaves each in the dtype in which
+    autograd made or accumulated it. The backend reduces such lists as they are, and sees where ranks differ.
+    """
     for gradient in gradients:
-        if gradient.dtype != dtype:
-            return Reason("gradient_dtype", f"gradients are {dtype} and {gradient.dtype}")
+        dtype = gradient.dtype
+        if dtype != buffer.dtype and not (dtype == torch.bfloat16 and buffer.dtype == torch.float32):
+            return Reason("gradient_dtype", f"gradients are {dtype} and reduced in {buffer.dtype}")
         if type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
             what = f"{type(gradient).__name__} with layout {gradient.layout}"
             return Reason("gradient_kind", f"a gradient is a {what}")

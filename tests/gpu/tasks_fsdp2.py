@@ -114,7 +114,7 @@ def kernels_of_a_step(rank: int, world: int) -> dict[str, Any]:
     names = kernels(device_work(step))
     barrier(device)
     return {
-        "tide": sorted(n.split("(")[0] for n in names if "tide::" in n),
+        "tide": [n for n in names if "tide::" in n],
         "stock": [n for n in names if "split_with_sizes" in n or "chunk_cat" in n or "nccl" in n.lower()],
         "all": len(names),
     }

@@ -29,6 +29,7 @@ TRANSPORT = [
     "all_to_all",
     "all_to_all_in_one_queue",
     "all_to_all_of_other_splits",
+    "all_to_all_without_kernels",
     "all_to_all_without_staging",
     "bad_call_of_one_rank",
     "capture_elsewhere",

@@ -107,7 +107,8 @@ CudaSide::CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const Back
     c10::Event(c10::DeviceType::CUDA).record(current_stream());
     cuda::check(cuda::driver().get_context(&context_), "cuCtxGetCurrent");
     for (cuda::Stream& s : streams_) {
-      cuda::check(cuda::driver().stream_create(&s, cuda::kStreamNonBlocking, kHighPriority), "cuStreamCreateWithPriority");
+      cuda::check(cuda::driver().stream_create(&s, cuda::kStreamNonBlocking, kHighPriority),
+                  "cuStreamCreateWithPriority");
     }
   }
   // The transport, and with it this function, may outlive both this object and the engine.

@@ -62,8 +62,10 @@ void reject_unknown() {
 
 const std::vector<EnvVariable>& env_table() {
   static const std::vector<EnvVariable> table = {
-      {"TIDE_ARENA_BYTES", "upper bound of the memory of one rank and group that peers can write", "0 or more; 0: the "
-       "machine's or cgroup's memory", "0"},
+      {"TIDE_ARENA_BYTES", "upper bound of the memory of one rank and group that peers can write",
+       "0 or more; 0: the "
+       "machine's or cgroup's memory",
+       "0"},
       {"TIDE_STAGING_BYTES", "budget of one rank's staging window, whatever the number of ranks", "65536 or more",
        "4194304"},
       {"TIDE_HANDSHAKE_SECONDS", "how long ranks that have all arrived may take to share memory", "1 or more", "20"},
@@ -78,10 +80,13 @@ const std::vector<EnvVariable>& env_table() {
       {"TIDE_SLOT_REUSE",
        "1: staging in device memory lies in slots that reshard has vacated, where one is large enough", "0 or 1", "0"},
       {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition, cast or copy on a GPU", "1 or more", "132"},
-      {"TIDE_CUDA_PLAIN_BYTES", "CUDA all-gathers and reduce-scatters of fewer bytes, over all ranks, go to nccl unless "
-       "they have a layout; 0: none does, and no all-to-all", "0 or more", "134217728"},
-      {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process", "0 "
-       "or 1", "0"},
+      {"TIDE_CUDA_PLAIN_BYTES",
+       "CUDA calls without a layout of fewer bytes, over all ranks, go to nccl; 0 also stages all-to-alls", "0 or more",
+       "134217728"},
+      {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process",
+       "0 "
+       "or 1",
+       "0"},
   };
   return table;
 }

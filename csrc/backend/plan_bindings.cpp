@@ -111,7 +111,8 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
   capabilities.shared_memory = true;
   capabilities.outputs_known = true;
   capabilities.every_output_in_arena = in_arena;
-  if (depth < 2) throw Error(ErrorKind::usage, "tide: plan: got depth " + std::to_string(depth) + ", expected 2 or more");
+  if (depth < 2)
+    throw Error(ErrorKind::usage, "tide: plan: got depth " + std::to_string(depth) + ", expected 2 or more");
   Staging staging;
   staging.budget_bytes = budget;
   staging.depth = depth;

@@ -21,9 +21,9 @@ const char* to_string(Path path) {
 namespace {
 
 // What a CUDA call without a layout is left to nccl for before the ranks agree on it: agreement is a host wait, which
-// small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. bf16 to
-// fp32, which nccl has not, is always agreed on. An all-to-all through staging is slower than nccl's at every size that
-// was measured, so only one into slots is worth it.
+// small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. bf16
+// to fp32, which nccl has not, is agreed on unless only the inner backend may be called. An all-to-all through staging
+// is slower than nccl's at every size that was measured, so only one into slots is worth it.
 std::optional<Selection> not_worth_agreeing(const Capabilities& c, const Request& q) {
   if (c.device != Device::cuda || q.layout) return std::nullopt;
   if (!c.inner_only_reason.empty()) return Selection{Path::inner, c.inner_only_reason};

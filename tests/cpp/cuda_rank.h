@@ -137,7 +137,8 @@ class CudaRank {
   }
 
   // All-gather of two-byte elements into `output`, which lies in the arena or does not. `placed`: the shard is there.
-  CollectiveCall all_gather(std::shared_ptr<const ParameterLayout> layout, std::byte* output, const Words* shard) const {
+  CollectiveCall all_gather(std::shared_ptr<const ParameterLayout> layout, std::byte* output,
+                            const Words* shard) const {
     CollectiveCall call;
     Request& q = call.request = request(Channel::all_gather, ElementType::bf16, ElementType::bf16);
     q.numel = layout->total_shard_numel();
@@ -176,7 +177,8 @@ inline void check_nothing_left() {
 
 // Element i of what `rank` contributes to a call: a finite bf16 of either sign, of which every bit counts.
 inline uint16_t value(int rank, int64_t i, int call) {
-  uint32_t h = static_cast<uint32_t>(i) * 2654435761u + static_cast<uint32_t>(rank) * 40503u + static_cast<uint32_t>(call) * 977u;
+  uint32_t h = static_cast<uint32_t>(i) * 2654435761u + static_cast<uint32_t>(rank) * 40503u +
+               static_cast<uint32_t>(call) * 977u;
   h ^= h >> 15;
   return static_cast<uint16_t>((h & 0x807F) | (((h >> 16) % 16 + 119) << 7));
 }

@@ -214,7 +214,8 @@ class FakeDriver {
     const auto host = static_cast<uintptr_t>(address ^ kMapped);
     std::lock_guard<std::mutex> lock(d.mutex_);
     for (const auto& [start, bytes] : d.registered_) {
-      if (host >= start && host + sizeof(uint64_t) <= start + bytes) return reinterpret_cast<std::atomic<uint64_t>*>(host);
+      if (host >= start && host + sizeof(uint64_t) <= start + bytes)
+        return reinterpret_cast<std::atomic<uint64_t>*>(host);
     }
     return nullptr;
   }

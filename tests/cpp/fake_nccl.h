@@ -126,8 +126,8 @@ class FakeNccl {
       file = get().memory_.at(pointer).file;
     }
     const int number = ++comm->windows;
-    const auto files =
-        meet("win-" + comm->id + "-" + std::to_string(number), comm->rank, comm->world, file + " " + std::to_string(bytes));
+    const auto files = meet("win-" + comm->id + "-" + std::to_string(number), comm->rank, comm->world,
+                            file + " " + std::to_string(bytes));
     *window = nullptr;
     if (get().failing_registrations.count(number) != 0) return 1;
     if (get().no_windows) return 0;
@@ -161,7 +161,8 @@ class FakeNccl {
 
   static void* map(const std::string& file, size_t bytes) {
     const int descriptor = open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) throw std::runtime_error("map " + file);
+    if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(bytes)) != 0)
+      throw std::runtime_error("map " + file);
     void* pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     close(descriptor);
     if (pointer == MAP_FAILED) throw std::runtime_error("mmap " + file);

@@ -97,7 +97,8 @@ void connect_refused() {
     broken.unique_id = [](cuda::NcclUniqueId*) { return 3; };
     cuda::set_nccl(broken);
   });
-  refused("ncclCommInitRank failed: unhandled cuda error (2, NCCL 2.32.3)", [](int) { FakeNccl::get().no_start = true; });
+  refused("ncclCommInitRank failed: unhandled cuda error (2, NCCL 2.32.3)",
+          [](int) { FakeNccl::get().no_start = true; });
   refused("rank 1: tide: cuMemHostRegister failed", [](int rank) {
     if (rank == 1) FakeDriver::get().fails["host_register"] = 2;
   });
@@ -129,7 +130,8 @@ void growth_refused() {
         CudaRank me(rank, 3, directory);
         me.connect();
         const int64_t first = me.transport()->device_arena().bytes_committed();
-        if (rank == 1) (registration ? FakeNccl::get().failing_registrations : FakeNccl::get().failing_allocations) = {2};
+        if (rank == 1)
+          (registration ? FakeNccl::get().failing_registrations : FakeNccl::get().failing_allocations) = {2};
         std::string why;
         check(!me.slot(bytes(3), &why), "no slot");
         check_contains(why, registration ? "rank 1: tide: ncclCommWindowRegister failed" : "rank 1: ncclMemAlloc of ");
@@ -294,7 +296,8 @@ void dead_peer() {
     }));
   }
   bool good = true;
-  for (int rank = 0; rank < 3; ++rank) good &= wait_rank(pids[static_cast<size_t>(rank)], 30s) == (rank == 1 ? -SIGKILL : 0);
+  for (int rank = 0; rank < 3; ++rank)
+    good &= wait_rank(pids[static_cast<size_t>(rank)], 30s) == (rank == 1 ? -SIGKILL : 0);
   check(good, "the living ranks end well");
 }
 

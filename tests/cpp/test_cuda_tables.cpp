@@ -78,7 +78,8 @@ void nccl_errors() {
   table.last_error = [](cuda::NcclComm) { return "two ranks use one GPU"; };
   cuda::set_nccl(table);
   error = caught([] { cuda::check_nccl(5, "ncclCommInitRank"); });
-  check(error.what() == std::string("tide: ncclCommInitRank failed: invalid usage: two ranks use one GPU (5, NCCL 2.32.3)"),
+  check(error.what() ==
+            std::string("tide: ncclCommInitRank failed: invalid usage: two ranks use one GPU (5, NCCL 2.32.3)"),
         error.what());
 }
 

@@ -193,7 +193,7 @@ bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait&
     any = any || all[r] == what + kGrow;
     if (all[r] == what + kGrow || all[r] == what + kFits) continue;
     fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
-         "ranks asked for slots of different sizes; got " + what + " here and " + all[r] + " on rank " +
+         "ranks asked for different memory; got " + what + " here and " + all[r] + " on rank " +
              std::to_string(r) +
              ", expected the same; shard the same parameters, or ask in the same order, on every "
              "rank");
@@ -280,7 +280,9 @@ bool CudaTransport::provided(Channel channel) {
 
 std::string CudaTransport::provide(Channel channel, const Wait& wait) {
   std::optional<Window> segment;
-  ask_together(std::string("staging of ") + to_string(channel), true, wait);
+  ask_together(std::string("staging of ") + to_string(channel) + ", " + std::to_string(options_.staging_bytes) +
+                   " bytes",
+               true, wait);
   const std::string why = grow(options_.staging_bytes, wait, &segment);
   if (!why.empty()) return why;
   std::lock_guard<std::mutex> lock(staging_mutex_);
@@ -291,7 +293,8 @@ std::string CudaTransport::provide(Channel channel, const Wait& wait) {
 }
 
 // Used in stream order, behind whatever the range held before: peers write it only after this rank's ready flag, which
-// is behind that too. A segment of its own never competes with parameters for room; a slot that was given back may.
+// is behind that too. One call of a channel at a time comes here. A segment of its own never competes with parameters
+// for room; a slot that was given back may.
 std::optional<Window> CudaTransport::acquire(Channel channel, int64_t bytes, std::string* why) {
   if (options_.slot_reuse) {
     if (auto window = arena_->acquire(bytes, why)) {
@@ -349,24 +352,34 @@ void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, 
   batch.bytes.push_back(static_cast<size_t>(bytes));
 }
 
-// A copy engine is several times slower than a kernel at a copy within its device.
 void CudaTransport::place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
-  if (!place_launch()) return copy(channel, to, from, bytes);
-  batches_[static_cast<size_t>(channel)].placements.push_back({to, from, bytes});
+  Batch& batch = batches_[static_cast<size_t>(channel)];
+  if (!batch.additions.empty()) flush(channel);
+  batch.placements.push_back({to, from, bytes});
 }
 
-// Copies first, in whatever order, then the kernels. What was given is gone from the batch also when it fails: it is not
-// given again.
+// Copies first, in whatever order, then the kernels. What was given is gone from the batch also when it fails: it is
+// not given again.
 void CudaTransport::flush(Channel channel) {
   Batch batch;
   std::swap(batch, batches_[static_cast<size_t>(channel)]);
   copy_batch(pushing(channel), batch);
-  if (!batch.placements.empty()) place_launch()(batch.placements, options_.accumulate_ctas, stream(channel));
+  place_batch(stream(channel), batch);
   if (!batch.additions.empty()) {
     accumulate_launch()(batch.in, batch.out, batch.additions, options_.accumulate_ctas, stream(channel));
   }
   batch.clear();
   std::swap(batch, batches_[static_cast<size_t>(channel)]);  // keeps its memory
+}
+
+// On the channel's own stream, where what they read was awaited. A copy engine is several times slower than a kernel at
+// a copy within its device.
+void CudaTransport::place_batch(Stream stream, Batch& batch) {
+  if (batch.placements.empty()) return;
+  if (const PlaceLaunch launch = place_launch()) return launch(batch.placements, options_.accumulate_ctas, stream);
+  for (const Placement& p : batch.placements) {
+    check(driver().copy(device(p.to), device(p.from), static_cast<size_t>(p.bytes), stream), "cuMemcpyAsync");
+  }
 }
 
 void CudaTransport::copy_batch(Stream stream, Batch& batch) {
@@ -439,7 +452,8 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool lat
       if (peer != who_.rank) note(missing, tables_->last_calls(peer));
     }
     if (!late) return "";
-    return who_.prefix(name) + "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
+    return who_.prefix(name) +
+           "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
            "while the other ranks are at: " + missing.str() + "; look at the rank that is behind";
   }
   std::map<int, std::string> owed, lost_peers;
@@ -482,7 +496,8 @@ void CudaTransport::abort(const std::string& reason) {
   for (int c = 0; c < kChannels; ++c) {
     const auto channel = static_cast<Channel>(c);
     const CallNow& call = calls[static_cast<size_t>(c)];
-    if (call.sequence == 0) continue;
+    // A thread that is putting a wait on a stream may be blocked by the driver, and so would this one be.
+    if (call.sequence == 0 || entering_ > 0) continue;
     try {
       follow(pushing(channel), stream(channel));
       watchdog_->watch(channel, call.sequence, record(stream(channel)), call.deadline);

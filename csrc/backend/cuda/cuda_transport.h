@@ -32,7 +32,7 @@ namespace tide::cuda {
 struct CudaOptions {
   ShmOptions shm;
   // Of one kind of call. The first segment is reduce-scatter's; all-to-all's comes with its first need.
-  int64_t staging_bytes = 64 << 20;
+  int64_t staging_bytes = 0;
   // Staging lies in slots that have been given back, where one is large enough; a segment comes only with the first
   // call for which none is.
   bool slot_reuse = false;
@@ -43,7 +43,7 @@ struct CudaOptions {
   // Makes room on the device after an allocation failed, which is then tried once more. May be null.
   std::function<void()> free_cached_memory;
   std::chrono::milliseconds timeout{600000};  // of NCCL's own start and registrations
-  int accumulate_ctas = 32;                   // also of copies within the device
+  int accumulate_ctas = 1;                   // also of copies within the device
 };
 
 struct CudaResult {
@@ -105,6 +105,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::string grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken);
   void flush(Channel channel);
   void copy_batch(Stream stream, Batch& batch);
+  void place_batch(Stream stream, Batch& batch);
   void join_pushes(Channel channel);
   static void follow(Stream earlier, Stream later);
   std::vector<Stream> all_streams() const;

@@ -2,8 +2,8 @@
 //
 // A segment is one ncclMemAlloc allocation and one window, never one window per parameter. Offsets carry the
 // segment in their upper bits, so an offset published by one rank means the same segment on every other. Growth is
-// collective and therefore explicit (allocate() and what follows it); acquire() never allocates. Freed ranges come back with the event of
-// the stream that last used them; whoever gets such a range waits for it on its own stream.
+// collective and therefore explicit (allocate() and what follows it); acquire() never allocates. Freed ranges come back
+// with the event of the stream that last used them; whoever gets such a range waits for it on its own stream.
 #pragma once
 
 #include <list>

@@ -206,6 +206,7 @@ void bind_plans(py::module_& m) {
     d["nccl_library"] = env.nccl_library;
     d["cuda_staging_bytes"] = env.cuda_staging_bytes;
     d["slot_reuse"] = env.slot_reuse;
+    d["multicast"] = env.multicast;
     d["accumulate_ctas"] = env.accumulate_ctas;
     d["cuda_plain_bytes"] = env.cuda_plain_bytes;
     d["raise_on_timeout"] = env.raise_on_timeout;

@@ -119,6 +119,7 @@ void bind_backend(py::module_& m) {
       .def_readwrite("cuda", &BackendOptions::cuda)
       .def_readwrite("cuda_staging_bytes", &BackendOptions::cuda_staging_bytes)
       .def_readwrite("slot_reuse", &BackendOptions::slot_reuse)
+      .def_readwrite("multicast", &BackendOptions::multicast)
       .def_readwrite("accumulate_ctas", &BackendOptions::accumulate_ctas)
       .def_readwrite("cuda_plain_bytes", &BackendOptions::cuda_plain_bytes)
       .def_readwrite("raise_on_timeout", &BackendOptions::raise_on_timeout)

@@ -21,10 +21,12 @@ struct Settings {
   int64_t staging_bytes = 2 << 20;  // a whole segment: every slot needs growth
   int64_t plain_bytes = 0;          // calls without a layout of fewer bytes are not tide's
   bool slot_reuse = false;
+  bool multicast = false;
   std::chrono::milliseconds handshake = 10s;
   std::chrono::milliseconds timeout = 20s;
   std::function<void(const std::string&)> on_timeout;  // default: print, fail the rank
   std::function<void()> free_cached_memory;
+  std::function<void(const std::string&)> on_no_multicast;
 };
 
 // Work on `second` from here on comes behind that on `first` so far.
@@ -50,6 +52,8 @@ class CudaRank {
     options.timeout = settings.timeout;
     options.staging_bytes = settings.staging_bytes;
     options.slot_reuse = settings.slot_reuse;
+    options.multicast = settings.multicast;
+    options.on_no_multicast = settings.on_no_multicast;
     options.streams = streams_;
     options.free_cached_memory = settings.free_cached_memory;
     options.on_timeout = settings.on_timeout ? settings.on_timeout : [](const std::string& text) {

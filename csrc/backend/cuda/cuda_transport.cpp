@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "../../kernels/accumulate_cuda.h"
+#include "multicast.h"
 
 namespace tide::cuda {
 
@@ -62,22 +63,27 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   NcclUniqueId id{};
   problem = "";
   if (who.rank == 0 && nccl().unique_id(&id) != 0) problem = "ncclGetUniqueId failed";
-  // What this rank does about staging must be what all do.
-  const std::string mine = std::string(id.bytes, sizeof id.bytes) + (options.slot_reuse ? '1' : '0');
+  // What this rank does about staging must be what all do, and multicast is for all or for none.
+  const size_t reuse = sizeof id.bytes, wish = reuse + 1;  // where they begin
+  const std::string mine = std::string(id.bytes, sizeof id.bytes) + (options.slot_reuse ? '1' : '0') +
+                           multicast_wish(who.world, options.multicast);
   const auto ids = control.transport->exchange(Channel::memory, ++sequence, mine, soon());
   control.transport->complete(Channel::memory, sequence);
   std::memcpy(id.bytes, ids[0].data(), sizeof id.bytes);
   for (size_t r = 1; r < ids.size(); ++r) {
-    if (ids[r].back() == ids[0].back()) continue;
-    problem = std::string("got TIDE_SLOT_REUSE=") + ids[0].back() + " on rank 0 and " + ids[r].back() + " on rank " +
+    if (ids[r][reuse] == ids[0][reuse]) continue;
+    problem = std::string("got TIDE_SLOT_REUSE=") + ids[0][reuse] + " on rank 0 and " + ids[r][reuse] + " on rank " +
               std::to_string(r) + ", expected the same on every rank; set it alike everywhere";
   }
+  std::vector<std::string> wishes;
+  for (const std::string& one : ids) wishes.push_back(one.substr(wish));
   if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
 
   // What one rank can find out alone comes before NCCL's start, which would wait for a rank that has failed.
   std::shared_ptr<CudaTransport> transport;
   try {
     transport.reset(new CudaTransport(who, control, options));
+    transport->multicast_ = agreed_multicast(wishes);
     transport->map_tables();
   } catch (const std::exception& error) {
     problem = error.what();
@@ -91,6 +97,7 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   std::string why = agree(*control.transport, ++sequence, problem, in_time());
   if (!why.empty()) return {nullptr, why};
   transport->memory_calls_ = sequence;
+  if (!transport->multicast_.why_not.empty()) transport->say_no_multicast(transport->multicast_.why_not);
   if (!options.slot_reuse) why = transport->provide(Channel::reduce_scatter, in_time());
   if (!why.empty()) return {nullptr, why};
   return {transport, ""};
@@ -174,6 +181,7 @@ std::string CudaTransport::grow(int64_t bytes, const Wait& wait, std::optional<W
     }
     why = agree(*control_, ++memory_calls_, problem, wait);
   }
+  if (why.empty() && multicast_.usable) find_multicast(wait);
   if (why.empty()) {
     const Window window = arena_->commit_pending(*taken ? 0 : bytes);
     if (!*taken) *taken = window;
@@ -181,6 +189,26 @@ std::string CudaTransport::grow(int64_t bytes, const Wait& wait, std::optional<W
     arena_->drop_pending(comm_);
   }
   return why;
+}
+
+// Collective. Only where registration has succeeded on every rank: NCCL's call waits for all of them. One rank's
+// refusal is everybody's, for this segment; the exchange is also the barrier behind the binding of the memory.
+void CudaTransport::find_multicast(const Wait& wait) {
+  std::string problem;
+  {
+    const Watchdog::HostCall guarded(*watchdog_, memory_calls_, Clock::now() + options_.timeout);
+    problem = arena_->find_multicast(comm_);
+  }
+  const std::string why = agree(*control_, ++memory_calls_, problem, wait);
+  if (why.empty()) return;
+  arena_->forget_multicast(why);
+  say_no_multicast(why);
+}
+
+void CudaTransport::say_no_multicast(const std::string& why) {
+  if (!options_.multicast || !options_.on_no_multicast || said_no_multicast_) return;
+  said_no_multicast_ = true;
+  options_.on_no_multicast(who_.prefix("connect") + "no multicast: " + why + "; each piece is copied to every peer");
 }
 
 // Ranks tell each other what memory they ask for, and whether it takes growth. True: some rank needs that.
@@ -269,6 +297,20 @@ std::byte* CudaTransport::address(int rank, int64_t offset, int64_t bytes) {
     fail(ErrorKind::usage, who_, "",
          "bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) + ") are not in the device arena of rank " +
              std::to_string(rank));
+  }
+  return address;
+}
+
+Multicast CudaTransport::multicast(int64_t offset, int64_t bytes) {
+  if (!multicast_.usable || arena_->multicast_address(offset, bytes)) return multicast_;
+  return {false, arena_->no_multicast(offset)};
+}
+
+std::byte* CudaTransport::multicast_address(int64_t offset, int64_t bytes) {
+  std::byte* address = arena_->multicast_address(offset, bytes);
+  if (!address) {
+    fail(ErrorKind::usage, who_, "",
+         "bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) + ") have no multicast address here");
   }
   return address;
 }

@@ -96,7 +96,10 @@ def runtime_library() -> list[str]:
     torch's.
     """
     maps = Path("/proc/self/maps").read_text().split() if sys.platform == "linux" else []
-    return sorted({word for word in maps if "/libstdc++.so.6" in word})[:1]
+    found = sorted({word for word in maps if "/libstdc++.so.6" in word})
+    if len(found) > 1:
+        raise SystemExit(f"tide: this Python has loaded several C++ libraries: {', '.join(found)}; remove all but one")
+    return found
 
 
 class BuildAndStamp(cpp_extension.BuildExtension):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Build, tests and benchmark on a machine with GPUs, in the Python that is active: `bash ci/gpu.sh [OUT]`. Takes less
-# than 8 minutes; results go to OUT (default: out/). Ranks share GPUs where there are fewer of them than ranks; NCCL allows that from
-# 2.30.3 on, so torch's own is replaced by TIDE_NCCL_LIBRARY for those tests.
+# Build, benchmark and tests on a machine with GPUs, in the Python that is active: `bash ci/gpu.sh [OUT]`. Every step has
+# a deadline, 11 minutes in all; results go to OUT (default: out/). Ranks share GPUs where there are fewer of them than
+# ranks; NCCL allows that from 2.30.3 on, so torch's own is replaced by TIDE_NCCL_LIBRARY for those tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out}
@@ -26,7 +26,10 @@ step build 150 env TIDE_CUDA=1 MAX_JOBS="$(nproc)" python setup.py build_ext --i
 step check 40 python -m tide_backend.check
 bench="python -m tide_backend.bench"
 step all_gather 50 $bench all_gather --ranks "$gpus" --vs nccl --sizes 1M,16M,64M,256M,1G --json "$out/all_gather.json"
-step reduce_scatter 50 $bench reduce_scatter --ranks "$gpus" --vs nccl --sizes 1M,16M,64M,256M,1G --json "$out/reduce_scatter.json"
+step reduce_scatter 50 $bench reduce_scatter --ranks "$gpus" --vs nccl --sizes 1M,16M,64M,256M,1G \
+    --json "$out/reduce_scatter.json"
+step all_to_all 30 env TIDE_CUDA_PLAIN_BYTES=0 $bench all_to_all --ranks "$gpus" --vs nccl --sizes 8M,64M,512M \
+    --json "$out/all_to_all.json"
 step fsdp2 90 $bench fsdp2 --ranks "$gpus" --vs nccl,nccl-symm,compute --tokens 2048 --json "$out/fsdp2.json"
 if [[ -n ${TIDE_NCCL_LIBRARY:-} ]]; then
     export LD_PRELOAD=$TIDE_NCCL_LIBRARY NCCL_MULTI_RANK_GPU_ENABLE=1

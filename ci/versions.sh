@@ -34,14 +34,17 @@ try_version() {
     make_venv
     if [[ "$(torch_version)" != "$version"* ]] && ! pip_install "torch==$version" >"$here/install.log" 2>&1; then
         printf 'cannot be had | |\n'
-        return
+        return 1
     fi
-    copy_tree "$here/tree" || return
+    if ! copy_tree "$here/tree"; then
+        printf 'copying failed | |\n'
+        return 1
+    fi
     say "torch $(torch_version): building, log in $here/build.log"
     if ! VENV="$VENV" TORCH_SPEC="" TIDE_CUDA=0 \
         bash -c "source \"$here/tree/ci/common.sh\" && prepare" >"$here/build.log" 2>&1; then
         printf '%s | no | not run\n' "$(torch_version)"
-        return
+        return 1
     fi
     say "torch $(torch_version): testing, log in $here/test.log"
     # shellcheck disable=SC2086  # several arguments

@@ -72,7 +72,9 @@ class Simulator:
             assert step["value"] > self.flags.get(word, 0), "flag values only grow"
             self.flags[word] = step["value"]
         elif kind == "copy":
-            self.write(r, step["to"], self.read(r, step["from"], step["bytes"]))
+            data = self.read(r, step["from"], step["bytes"])
+            for target in self.targets(step["to"]):
+                self.write(r, target, data)
         elif kind == "fill":
             self.write(r, step["to"], bytes(step["bytes"]))
         elif kind == "accumulate":
@@ -86,8 +88,14 @@ class Simulator:
             total = oracle.reduce_in_rank_order(arrays, kind, self.out_kind, self.scale)
             self.write(r, step["to"], total.tobytes())
 
+    def targets(self, address: tuple[str, int, int]) -> list[tuple[str, int, int]]:
+        """Where a copy to `address` lands: multicast reaches every rank's window, the writer's too."""
+        name, _, offset = address
+        return [("window", r, offset) for r in range(len(self.ranks))] if name == "multicast" else [address]
+
     def space(self, r: int, address: tuple[str, int, int]) -> bytes | bytearray:
         name, index, _ = address
+        assert name in ("input", "output", "window"), f"rank {r} uses {address}, which only copies may write"
         if name == "input":
             return self.ranks[r].inputs[index]
         return self.ranks[r].output if name == "output" else self.ranks[index].window

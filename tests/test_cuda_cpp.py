@@ -13,7 +13,7 @@ import pytest
 TESTS = Path(__file__).parent / "cpp"
 CSRC = Path(__file__).parent.parent / "csrc"
 PARTS = (
-    "agreement engine error executor fork_guard lane layout memory_limit plan plan_all_gather plan_all_to_all "
+    "agreement engine env error executor fork_guard lane layout memory_limit plan plan_all_gather plan_all_to_all "
     "plan_reduce_scatter range_allocator recorder select types"
 )
 SOURCES = [
@@ -29,6 +29,7 @@ TRANSPORT = [
     "all_to_all",
     "all_to_all_in_one_queue",
     "all_to_all_of_other_splits",
+    "all_to_all_without_kernels",
     "all_to_all_without_staging",
     "bad_call_of_one_rank",
     "capture_elsewhere",
@@ -59,7 +60,20 @@ FAILURE = [
     "interrupted_slot",
     "nothing_runs_on_garbage",
     "stuck_peer",
+    "stuck_peer_with_multicast",
     "windows_refused",
+]
+MULTICAST = [
+    "all_gather",
+    "all_gather_in_one_queue",
+    "asked_by_some",
+    "library_without_it",
+    "not_asked_for",
+    "other_offsets",
+    "refused_by_environment",
+    "segments_without_it",
+    "two_ranks",
+    "while_a_slot_is_read",
 ]
 TABLES = [
     "candidates",
@@ -72,7 +86,8 @@ TABLES = [
     "table_of_the_process",
     "versions",
 ]
-CASES = [("test_cuda_transport", c) for c in TRANSPORT] + [("test_cuda_failure", c) for c in FAILURE]
+PROGRAMS = {"test_cuda_transport": TRANSPORT, "test_cuda_failure": FAILURE, "test_cuda_multicast": MULTICAST}
+CASES = [(program, case) for program, cases in PROGRAMS.items() for case in cases]
 
 # Stand-ins for libnccl.so.2: only what load_nccl() asks of them.
 NCCL = """
@@ -89,10 +104,13 @@ int ncclMemFree(void* memory) { free(memory); return 0; }
 int ncclCommWindowRegister() { return 0; }
 int ncclCommWindowDeregister() { return 0; }
 """
+NEW = NCCL % {"version": 23203, "generation": 2}
+GOOD = NEW + "int ncclGetPeerDevicePointer() { return 0; }\n"
 LIBRARIES = {
     "old": NCCL % {"version": 22809, "generation": 1},
-    "incomplete": NCCL % {"version": 23203, "generation": 2},
-    "good": NCCL % {"version": 23203, "generation": 2} + "int ncclGetPeerDevicePointer() { return 0; }\n",
+    "incomplete": NEW,
+    "good": GOOD,
+    "multicast": GOOD + "int ncclGetLsaMultimemDevicePointer() { return 0; }\n",
     "wrong": "int other(void) { return 0; }\n",
 }
 
@@ -111,7 +129,7 @@ def _build(folder: Path, flags: tuple[str, ...]) -> None:
         subprocess.run(command, check=True, timeout=200)
         return str(target)
 
-    names = ["test_cuda_transport", "test_cuda_failure", "test_cuda_tables"]
+    names = [*PROGRAMS, "test_cuda_tables"]
     with ThreadPoolExecutor(2) as pool:
         tests = list(pool.map(compile_one, [TESTS / f"{name}.cpp" for name in names]))
         objects = list(pool.map(compile_one, SOURCES))
@@ -150,10 +168,7 @@ def test_tables(plain: Path, case: str) -> None:
     _run(plain, "test_cuda_tables", case, str(plain))
 
 
-@pytest.mark.parametrize(
-    ("program", "cases"),
-    [("test_cuda_transport", TRANSPORT), ("test_cuda_failure", FAILURE), ("test_cuda_tables", TABLES)],
-)
+@pytest.mark.parametrize(("program", "cases"), [*PROGRAMS.items(), ("test_cuda_tables", TABLES)])
 def test_cases_are_complete(plain: Path, program: str, cases: list[str]) -> None:
     assert _run(plain, program, "--list").split() == cases
 

@@ -56,6 +56,7 @@ def layouts(world: int, shards: list[int], numels: list[int] | None, align: int,
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     staging,
     st.integers(0, 1 << 30),
 )
@@ -67,6 +68,7 @@ def test_all_gather(
     rank_major: bool,
     in_arena: bool,
     placed: bool,
+    multicast: bool,
     stage: dict,
     seed: int,
 ) -> None:
@@ -81,10 +83,8 @@ def test_all_gather(
             view = np.frombuffer(output, WORDS[itemsize])
             where = ours.gathered_index(rank) if ours else rank * numel + np.arange(numel)
             view[where] = shard
-    plans = [
-        _C.plan("all_gather", r, world, itemsize, numel, theirs, in_arena=in_arena, placed=placed, **stage)
-        for r in range(world)
-    ]
+    more = {"in_arena": in_arena, "placed": placed, "multicast": in_arena and multicast}
+    plans = [_C.plan("all_gather", r, world, itemsize, numel, theirs, **more, **stage) for r in range(world)]
     # A placed shard's input is a placeholder: any read of it must fail.
     given_inputs = [[b"" if placed else x.tobytes()] for x in inputs]
     Simulator(plans, given_inputs, outputs).run(random.Random(seed))

@@ -90,6 +90,48 @@ all_gather zero_copy rank 2/3 window 0B
 """,
         )
 
+    def test_multicast_sends_a_piece_once(self) -> None:
+        layout = _C.ParameterLayout(3, [4, 3])
+        more = {"layout": layout, "in_arena": True, "multicast": True}
+        self.assertExpectedInline(
+            show("all_gather", 1, 3, 7, **more),
+            """\
+all_gather zero_copy rank 1/3 window 0B
+  copy in0+0 -> win1+16 16B
+  copy in0+16 -> win1+60 12B
+  signal ready -> 2 #1
+  signal ready -> 0 #1
+  wait ready <- 2 #1
+  wait ready <- 0 #1
+  copy in0+0 -> all+16 16B
+  copy in0+16 -> all+60 12B
+  signal data -> 2 #1
+  signal data -> 0 #1
+  wait data <- 2 #1
+  wait data <- 0 #1
+""",
+        )
+        self.assertExpectedInline(
+            show("all_gather", 2, 3, 7, placed=True, **more),
+            """\
+all_gather zero_copy rank 2/3 window 0B
+  signal ready -> 0 #1
+  signal ready -> 1 #1
+  wait ready <- 0 #1
+  wait ready <- 1 #1
+  copy win2+32 -> all+32 16B
+  copy win2+72 -> all+72 12B
+  signal data -> 0 #1
+  signal data -> 1 #1
+  wait data <- 0 #1
+  wait data <- 1 #1
+""",
+        )
+
+    def test_two_ranks_have_no_use_for_multicast(self) -> None:
+        plain = show("all_gather", 0, 2, 10, in_arena=True)
+        self.assertEqual(show("all_gather", 0, 2, 10, in_arena=True, multicast=True), plain)
+
     def test_staged(self) -> None:
         self.assertExpectedInline(
             show("all_gather", 0, 2, 40),
@@ -344,6 +386,11 @@ class PlansThatCannotBe(TestCase):
     def test_all_to_all_into_the_arena_without_places(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "an all_to_all into the arena needs peer_offsets, one per rank"):
             show("all_to_all", 0, 2, 3, in_splits=[0, 3], out_splits=[0, 0], in_arena=True)
+
+    def test_multicast_of_what_peers_do_not_write(self) -> None:
+        for op, more in (("all_gather", {}), ("reduce_scatter", SUM)):
+            with self.assertRaisesRegex(RuntimeError, "multicast is for an all_gather into the arena"):
+                show(op, 0, 3, 3, multicast=True, **more)
 
     def test_reduction_without_types(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "reduce_scatter needs in_type and out_type"):

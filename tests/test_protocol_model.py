@@ -26,6 +26,8 @@ MUTATIONS = [pytest.param(m, id=m.name) for m in mutations()]
 def test_plans_finish_and_are_right(world: int, name: str, mode: dict) -> None:
     if name == "a rank without a slot" and mode["device"] == "cuda":
         pytest.skip("handed to the inner backend there")
+    if name == "multicast all-gather" and (world == 2 or mode["device"] == "cpu"):
+        pytest.skip("copied to each peer there")
     result = causal.explore(build(scenarios(world)[name], Setup(world, **mode)))
     assert result.ends >= 1
 

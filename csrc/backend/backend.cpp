@@ -123,6 +123,11 @@ void TideBackend::check_process(const char* what) const {
            "; call collectives only in the process that made the group, or start workers with spawn");
 }
 
+void TideBackend::check_usable(const char* call) {
+  check_process(call);
+  for (const auto& [device, engine] : engines()) engine->raise_if_poisoned(call);
+}
+
 std::chrono::milliseconds TideBackend::timeout_or_default(std::chrono::milliseconds given) const {
   return given.count() > 0 ? given : options_->timeout;
 }
@@ -264,15 +269,23 @@ std::string TideBackend::inner_only_reason(CudaSide& side, const Request& q) {
   return coalescing_ && nccl_has_it ? "issued as one with other calls" : "";
 }
 
+// Packing reads a result as soon as its call is enqueued; inside NCCL's group nothing is before the group ends.
+void TideBackend::refuse_coalesced_packing(Channel op) {
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  if (!coalescing_) return;
+  fail(ErrorKind::usage, engine_->speaker(), to_string(op),
+       "a layout or bfloat16 into float32 among calls issued as one, in a group whose CUDA calls are left to nccl; got "
+       "a "
+       "call that is unpacked before they end, expected none; issue it outside of the coalescing manager");
+}
+
 c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(Engine& engine, Issue& issue, const Selection& why) {
-  Lane& lane = engine.lane(issue.call.request.op);
-  const uint64_t ticket = lane.take_ticket();
-  const auto note = [&] {
-    const uint64_t id = begin_record(engine, issue, ticket);
-    engine.recorder().update(id, why.path, why.reason);
-    engine.recorder().end(id, false);
-  };
-  lane.run(ticket, note, interrupted_);
+  const Channel channel = issue.call.request.op;
+  engine.raise_if_poisoned(to_string(channel));
+  // Without waiting for its turn: a call of tide's on another thread may be at it for long.
+  const uint64_t id = begin_record(engine, issue, engine.lane(channel).pass());
+  engine.recorder().update(id, why.path, why.reason);
+  engine.recorder().end(id, false);
   return issue.inner();
 }
 
@@ -323,6 +336,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
   CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
     if (output.is_cuda() && input.is_cuda()) side = applied ? cuda_side(output.device()) : plain_side(output.device());
+    if (!side && applied) refuse_coalesced_packing(Channel::all_gather);
     if (!side && applied) return gather_by_packing(*inner(output.device().type()), output, input, *applied, opts);
     if (!side) return inner(output.device().type())->_allgather_base(output, input, opts);
   }
@@ -443,6 +457,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
     const bool plain = !applied && input.scalar_type() == output.scalar_type();
     if (output.is_cuda() && input.is_cuda()) side = plain ? plain_side(output.device()) : cuda_side(output.device());
     if (!side && plain) return inner(output.device().type())->_reduce_scatter_base(output, input, opts);
+    if (!side) refuse_coalesced_packing(Channel::reduce_scatter);
     if (!side) return scatter_by_packing(*inner(output.device().type()), output, input, applied, scale, opts);
   }
   Issue issue;
@@ -497,7 +512,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
       if (t.numel() != q.layout->numel(i) || !known_type || t.device() != output.device()) {
         problem = "tensor " + std::to_string(i) + " does not fit the layout; got " + shape(t) + " on " +
                   t.device().str() + ", expected " + std::to_string(q.layout->numel(i)) + " elements of " +
-                  c10::toString(sample.scalar_type()) + " on " + output.device().str() + "; pass the tensors the layout was made for";
+                  c10::toString(sample.scalar_type()) + " on " + output.device().str() +
+                  "; pass the tensors the layout was made for";
         break;
       }
     }

@@ -138,7 +138,8 @@ class TideBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> issue_cuda(CudaSide& side, Issue issue);
   // Why a call without a layout has to be nccl's, for reasons that a right program gives all ranks alike; "" when none.
   std::string inner_only_reason(CudaSide& side, const Request& q);
-  // Notes that the call is the inner backend's, in its turn, and makes it there.
+  void refuse_coalesced_packing(Channel op);
+  // Notes that the call is the inner backend's, and makes it there.
   c10::intrusive_ptr<c10d::Work> leave_to_inner(Engine& engine, Issue& issue, const Selection& why);
   uint64_t begin_record(Engine& engine, const Issue& issue, uint64_t ticket);
   // The CUDA half for tensors on `device`; null when tide does not carry its calls in this group.
@@ -152,6 +153,8 @@ class TideBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> noted(c10::DeviceType device, c10::intrusive_ptr<c10d::Work> work);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds given) const;
   void check_process(const char* what) const;
+  // Also raises once the group is poisoned: calls that the inner backend would still carry end with it.
+  void check_usable(const char* call);
   void run_abort_hooks();
 
   c10::intrusive_ptr<c10d::Store> store_;

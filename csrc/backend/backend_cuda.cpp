@@ -33,6 +33,8 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
   cuda.shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
   cuda.staging_bytes = options.cuda_staging_bytes;
   cuda.slot_reuse = options.slot_reuse;
+  cuda.multicast = options.multicast;
+  cuda.on_no_multicast = [](const std::string& text) { TORCH_WARN_ONCE(text); };
   cuda.accumulate_ctas = static_cast<int>(options.accumulate_ctas);
   cuda.streams = streams;
   cuda.timeout = options.timeout;
@@ -107,7 +109,8 @@ CudaSide::CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const Back
     c10::Event(c10::DeviceType::CUDA).record(current_stream());
     cuda::check(cuda::driver().get_context(&context_), "cuCtxGetCurrent");
     for (cuda::Stream& s : streams_) {
-      cuda::check(cuda::driver().stream_create(&s, cuda::kStreamNonBlocking, kHighPriority), "cuStreamCreateWithPriority");
+      cuda::check(cuda::driver().stream_create(&s, cuda::kStreamNonBlocking, kHighPriority),
+                  "cuStreamCreateWithPriority");
     }
   }
   // The transport, and with it this function, may outlive both this object and the engine.

@@ -1,8 +1,8 @@
 // The CUDA half of the backend: joins the caller's streams to the channels' streams and back.
 //
 // A call is over for the host when it is enqueued. The channel's stream waits for the caller's current stream, the
-// caller's stream (or Work.wait) waits for the channel's. What an asynchronous call touches is recorded on its stream, so
-// that the caching allocator does not hand it out again before that.
+// caller's stream (or Work.wait) waits for the channel's. What an asynchronous call touches is recorded on its stream,
+// so that the caching allocator does not hand it out again before that.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -34,7 +34,8 @@ class CudaSide {
   bool connect();
 
   // Runs `body` (which enqueues on the channel's stream) between the two joins. `waits`: the caller's stream will wait
-  // for the result at once, so that nothing it frees is given out before; recording would hold memory much longer.
+  // for the result at once, so that nothing allocated on it is given out before (memory of another stream is the
+  // caller's to keep, as with nccl); recording would hold memory much longer.
   template <typename Body>
   c10::Event enqueue(Channel channel, const std::vector<at::Tensor>& touched, bool waits, Body body) {
     before(channel);

@@ -68,82 +68,90 @@ WorkPtr TideBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::
 }
 
 WorkPtr TideBackend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& o) {
-  check_process("broadcast");
+  check_usable("broadcast");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->broadcast(tensors, o));
 }
 
 WorkPtr TideBackend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& o) {
-  check_process("all_reduce");
+  check_usable("all_reduce");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->allreduce(tensors, o));
 }
 
 WorkPtr TideBackend::allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& o) {
+  check_usable("all_reduce");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->allreduce_sparse(tensors, o));
 }
 
 WorkPtr TideBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& o) {
+  check_usable("all_reduce");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->allreduce_coalesced(tensors, o));
 }
 
 WorkPtr TideBackend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& o) {
+  check_usable("reduce");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->reduce(tensors, o));
 }
 
 WorkPtr TideBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                                const c10d::AllgatherOptions& o) {
-  check_process("all_gather");
+  check_usable("all_gather");
   const auto device = device_of(outputs, inputs);
   return noted(device, inner(device)->allgather(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
                                          std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& o) {
+  check_usable("all_gather");
   const auto device = device_of(outputs, inputs);
   return noted(device, inner(device)->allgather_coalesced(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                             const c10d::GatherOptions& o) {
+  check_usable("gather");
   const auto device = device_of(outputs, inputs);
   return noted(device, inner(device)->gather(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                              const c10d::ScatterOptions& o) {
+  check_usable("scatter");
   const auto device = device_of(inputs, outputs);
   return noted(device, inner(device)->scatter(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::reduce_scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                                     const c10d::ReduceScatterOptions& o) {
+  check_usable("reduce_scatter");
   const auto device = device_of(inputs, outputs);
   return noted(device, inner(device)->reduce_scatter(outputs, inputs, o));
 }
 
 WorkPtr TideBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
-  check_process("send");
+  check_usable("send");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->send(tensors, to, tag));
 }
 
 WorkPtr TideBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
-  check_process("recv");
+  check_usable("recv");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->recv(tensors, from, tag));
 }
 
 WorkPtr TideBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  check_usable("recv");
   const auto device = device_of(tensors);
   return noted(device, inner(device)->recvAnysource(tensors, tag));
 }
 
 WorkPtr TideBackend::barrier(const c10d::BarrierOptions& o) {
-  check_process("barrier");
+  check_usable("barrier");
   auto device = o.device ? o.device->type() : c10::DeviceType::CPU;
   if (!o.device_ids.empty()) device = c10::DeviceType::CUDA;
   return noted(device, inner(device)->barrier(o));
@@ -151,7 +159,7 @@ WorkPtr TideBackend::barrier(const c10d::BarrierOptions& o) {
 
 #ifdef C10D_BACKEND_HAS_HOOKS
 WorkPtr TideBackend::gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& o) {
-  check_process("gather_into_tensor");
+  check_usable("gather_into_tensor");
   std::vector<std::vector<at::Tensor>> outputs;
   if (getRank() == o.rootRank) {
     TORCH_CHECK(output.is_contiguous() && output.numel() == input.numel() * getSize() &&

@@ -119,6 +119,7 @@ void bind_backend(py::module_& m) {
       .def_readwrite("cuda", &BackendOptions::cuda)
       .def_readwrite("cuda_staging_bytes", &BackendOptions::cuda_staging_bytes)
       .def_readwrite("slot_reuse", &BackendOptions::slot_reuse)
+      .def_readwrite("multicast", &BackendOptions::multicast)
       .def_readwrite("accumulate_ctas", &BackendOptions::accumulate_ctas)
       .def_readwrite("cuda_plain_bytes", &BackendOptions::cuda_plain_bytes)
       .def_readwrite("raise_on_timeout", &BackendOptions::raise_on_timeout)
@@ -131,8 +132,7 @@ void bind_backend(py::module_& m) {
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
            py::arg("inner_factory"))
       .def(
-          "connect",
-          [](TideBackend& self, const std::string& device) { return self.connect(at::Device(device)); },
+          "connect", [](TideBackend& self, const std::string& device) { return self.connect(at::Device(device)); },
           py::arg("device") = "cpu", NoGil())
       .def_property_readonly("shared_memory",
                              [](TideBackend& self) { return self.shared_memory(at::Device(at::kCPU)); })
@@ -150,7 +150,8 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("options", &TideBackend::getBackendOptions)  // torch has it from 2.14 on
       // torch.distributed calls it on ranks outside a new subgroup when splitting is supported; tide's groups need
       // nothing from those.
-      .def("perform_nocolor_split", [](TideBackend&, const py::object&) {}, py::arg("device"))
+      .def(
+          "perform_nocolor_split", [](TideBackend&, const py::object&) {}, py::arg("device"))
       .def(
           "arena_bytes",
           [](TideBackend& self, const std::string& device) -> std::pair<int64_t, int64_t> {
@@ -161,10 +162,12 @@ void bind_backend(py::module_& m) {
             return {0, 0};
           },
           py::arg("device") = "cpu")
-      .def("connect_inner", [](TideBackend& self, const std::string& device) { self.inner(c10::Device(device).type()); },
-           NoGil())
-      .def("inner", [](TideBackend& self, const std::string& device) { return self.inner(c10::Device(device).type()); },
-           NoGil())
+      .def(
+          "connect_inner", [](TideBackend& self, const std::string& device) { self.inner(c10::Device(device).type()); },
+          NoGil())
+      .def(
+          "inner", [](TideBackend& self, const std::string& device) { return self.inner(c10::Device(device).type()); },
+          NoGil())
       .def("records", &records)
       .def("totals", &totals)
       .def("reset_totals",

@@ -37,7 +37,7 @@ std::string plan_key(const Request& q, Path path) {
   auto put = [&key](const void* data, size_t bytes) { key.append(static_cast<const char*>(data), bytes); };
   const uint64_t hash = q.layout ? q.layout->hash() : 0;
   const int64_t words[] = {static_cast<int64_t>(q.op), static_cast<int64_t>(path), q.numel, q.itemsize,
-                           q.out_itemsize, q.placed, q.separate_inputs, static_cast<int64_t>(q.in_type),
+                           q.out_itemsize, q.placed, q.separate_inputs, q.multicast, static_cast<int64_t>(q.in_type),
                            static_cast<int64_t>(q.layout != nullptr)};
   put(words, sizeof words);
   put(&hash, sizeof hash);
@@ -55,6 +55,19 @@ std::vector<int64_t> peer_offsets(const std::vector<CallRecord>& records, int ra
     result.push_back(std::accumulate(peer.out_splits.begin(), peer.out_splits.begin() + rank, int64_t{0}));
   }
   return result;
+}
+
+// In a zero-copy all-gather: a multicast write lands at the same place of every segment, so all outputs must lie there.
+void offer_multicast(const std::vector<CallRecord>& records, int rank, Transport& transport, Capabilities* known) {
+  const CallRecord& mine = records[static_cast<size_t>(rank)];
+  const Multicast multicast = transport.multicast(mine.window_offset, mine.window_bytes);
+  known->multicast = multicast.usable;
+  known->no_multicast_reason = multicast.why_not;
+  for (const CallRecord& record : records) {
+    if (!multicast.usable || record.window_offset == mine.window_offset) continue;
+    known->multicast = false;
+    known->no_multicast_reason = "ranks' outputs lie at different places in their segments";
+  }
 }
 
 }  // namespace
@@ -322,6 +335,7 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
   }
   known.outputs_known = true;
   known.every_output_in_arena = outputs > 0 && in_arena == outputs;
+  if (known.every_output_in_arena && q.op == Channel::all_gather) offer_multicast(records, q.rank, *transport, &known);
   selection = select(known, q);
   // Ranks that have been at their outputs so far may lack staging as well.
   if (selection.path == Path::staged && (lacking || in_arena > 0) && !transport->provided(q.op)) {
@@ -338,6 +352,7 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     records = meet(wait);
   }
   if (selection.path == Path::zero_copy && q.op == Channel::all_to_all) q.peer_offsets = peer_offsets(records, q.rank);
+  q.multicast = selection.multicast;
   recorder_.update(call.record_id, selection.path, selection.reason);
   if (selection.path != Path::inner) {
     for (const auto& record : records) execution.windows.push_back(record.window_offset);

@@ -62,8 +62,10 @@ void reject_unknown() {
 
 const std::vector<EnvVariable>& env_table() {
   static const std::vector<EnvVariable> table = {
-      {"TIDE_ARENA_BYTES", "upper bound of the memory of one rank and group that peers can write", "0 or more; 0: the "
-       "machine's or cgroup's memory", "0"},
+      {"TIDE_ARENA_BYTES", "upper bound of the memory of one rank and group that peers can write",
+       "0 or more; 0: the "
+       "machine's or cgroup's memory",
+       "0"},
       {"TIDE_STAGING_BYTES", "budget of one rank's staging window, whatever the number of ranks", "65536 or more",
        "4194304"},
       {"TIDE_HANDSHAKE_SECONDS", "how long ranks that have all arrived may take to share memory", "1 or more", "20"},
@@ -77,11 +79,16 @@ const std::vector<EnvVariable>& env_table() {
        "268435456"},
       {"TIDE_SLOT_REUSE",
        "1: staging in device memory lies in slots that reshard has vacated, where one is large enough", "0 or 1", "0"},
+      {"TIDE_MULTICAST", "1: CUDA all-gathers into memory of the group write to all ranks at once through NVSwitch, "
+       "where NCCL can; not yet run on hardware", "0 or 1", "0"},
       {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition, cast or copy on a GPU", "1 or more", "132"},
-      {"TIDE_CUDA_PLAIN_BYTES", "CUDA all-gathers and reduce-scatters of fewer bytes, over all ranks, go to nccl unless "
-       "they have a layout; 0: none does, and no all-to-all", "0 or more", "134217728"},
-      {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process", "0 "
-       "or 1", "0"},
+      {"TIDE_CUDA_PLAIN_BYTES",
+       "CUDA calls without a layout of fewer bytes, over all ranks, go to nccl; 0 also stages all-to-alls", "0 or more",
+       "134217728"},
+      {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process",
+       "0 "
+       "or 1",
+       "0"},
   };
   return table;
 }
@@ -100,10 +107,24 @@ Env read_env() {
   env.nccl_library = nccl ? nccl : "";
   env.cuda_staging_bytes = number("TIDE_CUDA_STAGING_BYTES", 1 << 20);
   env.slot_reuse = flag("TIDE_SLOT_REUSE");
+  env.multicast = flag("TIDE_MULTICAST");
   env.accumulate_ctas = number("TIDE_ACCUMULATE_CTAS", 1);
   env.cuda_plain_bytes = number("TIDE_CUDA_PLAIN_BYTES", 0);
   env.raise_on_timeout = flag("TIDE_RAISE_ON_TIMEOUT");
   return env;
+}
+
+// On some machines a multicast object takes GPUs out of service, and these variables are how their owners say so. A
+// value that is not understood forbids.
+std::string multicast_forbidden() {
+  if (const char* set = std::getenv("NCCL_NVLS_ENABLE")) {
+    if (*set && std::strtoll(set, nullptr, 0) == 0) return std::string("NCCL_NVLS_ENABLE=") + set;
+  }
+  for (const char* name : {"TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"}) {
+    const char* set = std::getenv(name);
+    if (set && *set && std::strcmp(set, "0") != 0) return std::string(name) + "=" + set;
+  }
+  return "";
 }
 
 }  // namespace tide

@@ -29,6 +29,7 @@ struct Env {
   std::string nccl_library;   // TIDE_NCCL_LIBRARY
   int64_t cuda_staging_bytes;  // TIDE_CUDA_STAGING_BYTES
   bool slot_reuse;             // TIDE_SLOT_REUSE
+  bool multicast;              // TIDE_MULTICAST
   int64_t accumulate_ctas;    // TIDE_ACCUMULATE_CTAS
   int64_t cuda_plain_bytes;   // TIDE_CUDA_PLAIN_BYTES
   bool raise_on_timeout;      // TIDE_RAISE_ON_TIMEOUT
@@ -37,5 +38,8 @@ struct Env {
 // Throws Error(usage) naming the variable for a value that is not allowed, and for a TIDE_* variable that does
 // not exist (a misspelt one would otherwise be silently ignored).
 Env read_env();
+
+// "NCCL_NVLS_ENABLE=0": the variable of another library that forbids NVSwitch multicast on this machine; "" for none.
+std::string multicast_forbidden();
 
 }  // namespace tide

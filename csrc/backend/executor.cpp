@@ -17,7 +17,7 @@ class Run {
   void step(const Step& s) {
     switch (s.kind) {
       case StepKind::copy:
-        copy(at(s.to, s.bytes), at(s.from, s.bytes), s.bytes, own(s.to) && own(s.from));
+        copy(target(s.to, s.bytes), at(s.from, s.bytes), s.bytes, own(s.to) && own(s.from));
         return;
       case StepKind::fill:
         fill(at(s.to, s.bytes), s.bytes);
@@ -46,13 +46,23 @@ class Run {
         return call_.buffers.output + a.offset;
       case Space::window:
         return transport_->address(a.index, call_.windows[static_cast<size_t>(a.index)] + a.offset, bytes);
+      case Space::multicast:
+        throw Error(ErrorKind::usage, "tide: a plan may only copy to multicast memory; nothing reads it");
       case Space::none:
         return nullptr;
     }
     return nullptr;
   }
 
-  bool own(const Address& a) const { return a.space != Space::window || a.index == plan_.rank; }
+  // Every rank's window lies where this rank's does, or there would be no multicast.
+  std::byte* target(const Address& a, int64_t bytes) {
+    if (a.space != Space::multicast) return at(a, bytes);
+    return transport_->multicast_address(call_.windows[static_cast<size_t>(plan_.rank)] + a.offset, bytes);
+  }
+
+  bool own(const Address& a) const {
+    return a.space != Space::multicast && (a.space != Space::window || a.index == plan_.rank);
+  }
 
   void copy(std::byte* to, const std::byte* from, int64_t bytes, bool within) {
     if (to == from) return;  // already at its place

@@ -30,6 +30,9 @@ class Lane {
   // The same on the lane's thread; `job` must not throw.
   void post(uint64_t ticket, std::function<void()> job);
 
+  // A ticket for a call that takes no turn.
+  uint64_t pass();
+
   // Waits until posted jobs are over (they must have been told to give up) and ends the thread.
   void stop();
 

@@ -18,6 +18,7 @@ struct BackendOptions : public c10d::Backend::Options {
     cuda = env.cuda;
     cuda_staging_bytes = env.cuda_staging_bytes;
     slot_reuse = env.slot_reuse;
+    multicast = env.multicast;
     accumulate_ctas = env.accumulate_ctas;
     cuda_plain_bytes = env.cuda_plain_bytes;
     raise_on_timeout = env.raise_on_timeout;
@@ -36,6 +37,7 @@ struct BackendOptions : public c10d::Backend::Options {
   bool cuda = true;
   int64_t cuda_staging_bytes = 0;
   bool slot_reuse = false;
+  bool multicast = false;
   int64_t accumulate_ctas = 0;
   int64_t cuda_plain_bytes = 0;
   bool raise_on_timeout = false;

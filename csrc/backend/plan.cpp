@@ -37,6 +37,8 @@ std::string print(const Address& a) {
       return "out+" + std::to_string(a.offset);
     case Space::window:
       return "win" + std::to_string(a.index) + "+" + std::to_string(a.offset);
+    case Space::multicast:
+      return "all+" + std::to_string(a.offset);
   }
   return "?";
 }

@@ -21,7 +21,9 @@ enum class StepKind : uint8_t { copy, fill, signal, wait, accumulate };
 
 // input:  the caller's input number `index`.      output: the caller's output.
 // window: the window that rank `index` published for this call.
-enum class Space : uint8_t { none, input, output, window };
+// multicast: the windows of all ranks at once, this rank's too, which must lie at the same place in their segments.
+//            Only copies write there; nothing reads it.
+enum class Space : uint8_t { none, input, output, window, multicast };
 
 struct Address {
   Space space = Space::none;

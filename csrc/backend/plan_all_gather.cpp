@@ -1,7 +1,8 @@
 // All-gather.
 //
 //   zero_copy  every rank's output is its window. Own shard is placed, then pushed piece by piece to the same
-//              place in each peer's window; one data flag per peer says that all pieces are there.
+//              place in each peer's window; one data flag per peer says that all pieces are there. With multicast a
+//              piece is pushed once, to all of them.
 //   staged     every rank publishes its shard chunk by chunk in its own window (`depth` buffers); peers copy each
 //              chunk to its place in their output and return a credit.
 //
@@ -35,6 +36,19 @@ Address own_source(const Request& q, const Piece& p) {
   return q.placed ? Address{Space::output, 0, p.output} : Address{Space::input, 0, p.input};
 }
 
+// The switch writes this rank's own window as well. From the caller's input that is a second, equal write to where the
+// shard was placed before the meeting. A shard that the caller placed is its own source: every byte is overwritten with
+// the value it has, so the copy reads the same whether the switch was there before it or not. Nobody else is at these
+// bytes meanwhile: peers write other pieces, whoever reads this one waits for the call, and the copy ends, own window
+// and all, before this rank's flags are set. So the window is not free for anything else while a write is on its way.
+void multicast(const Request& q, const std::vector<Piece>& own, PlanBuilder& plan) {
+  for (const Piece& p : own) {
+    const Address from = q.placed ? Address{Space::window, q.rank, p.output} : Address{Space::input, 0, p.input};
+    plan.copy(from, {Space::multicast, 0, p.output}, p.bytes);
+  }
+  for (int peer : plan.peers()) plan.signal(peer, Flag::data, 1);
+}
+
 void zero_copy(const Request& q, PlanBuilder& plan) {
   const int64_t bytes = q.numel * q.itemsize;
   const auto own = pieces(q, q.rank, 0, bytes);
@@ -42,11 +56,15 @@ void zero_copy(const Request& q, PlanBuilder& plan) {
     for (const Piece& p : own) plan.copy({Space::input, 0, p.input}, {Space::window, q.rank, p.output}, p.bytes);
   }
   plan.meet();
-  for (int peer : plan.peers()) {
-    for (const Piece& p : own) {
-      plan.copy({Space::window, q.rank, p.output}, {Space::window, peer, p.output}, p.bytes);
+  if (q.multicast) {
+    multicast(q, own, plan);
+  } else {
+    for (int peer : plan.peers()) {
+      for (const Piece& p : own) {
+        plan.copy({Space::window, q.rank, p.output}, {Space::window, peer, p.output}, p.bytes);
+      }
+      plan.signal(peer, Flag::data, 1);
     }
-    plan.signal(peer, Flag::data, 1);
   }
   for (int peer : plan.peers()) plan.wait(peer, Flag::data, 1);
 }

@@ -26,6 +26,9 @@ py::tuple address(const Address& a) {
     case Space::window:
       space = "window";
       break;
+    case Space::multicast:
+      space = "multicast";
+      break;
   }
   return py::make_tuple(space, a.index, a.offset);
 }
@@ -77,7 +80,7 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
           std::shared_ptr<ParameterLayout> layout, bool in_arena, bool placed, bool separate_inputs,
           std::vector<int64_t> in_splits, std::vector<int64_t> out_splits, int64_t budget, int depth,
           int64_t smallest_chunk, const std::string& in_type, const std::string& out_type,
-          std::vector<int64_t> peer_offsets, const std::vector<std::string>& in_types) {
+          std::vector<int64_t> peer_offsets, bool multicast, const std::vector<std::string>& in_types) {
   Request q;
   if (op == "all_gather") {
     q.op = Channel::all_gather;
@@ -109,16 +112,27 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
   if (q.op == Channel::all_to_all && in_arena && static_cast<int>(q.peer_offsets.size()) != world) {
     throw Error(ErrorKind::usage, "tide: plan: an all_to_all into the arena needs peer_offsets, one per rank");
   }
+  if (multicast && (q.op != Channel::all_gather || !in_arena)) {
+    throw Error(ErrorKind::usage, "tide: plan: multicast is for an all_gather into the arena");
+  }
   Capabilities capabilities;
+  if (multicast) {  // which only CUDA has
+    capabilities.device = Device::cuda;
+    capabilities.plain_slots = true;
+    capabilities.multicast = true;
+  }
   capabilities.shared_memory = true;
   capabilities.outputs_known = true;
   capabilities.every_output_in_arena = in_arena;
-  if (depth < 2) throw Error(ErrorKind::usage, "tide: plan: got depth " + std::to_string(depth) + ", expected 2 or more");
+  if (depth < 2)
+    throw Error(ErrorKind::usage, "tide: plan: got depth " + std::to_string(depth) + ", expected 2 or more");
   Staging staging;
   staging.budget_bytes = budget;
   staging.depth = depth;
   staging.smallest_chunk_bytes = smallest_chunk;
-  return make_plan(q, select(capabilities, q).path, staging);
+  const Selection selection = select(capabilities, q);
+  q.multicast = selection.multicast;
+  return make_plan(q, selection.path, staging);
 }
 
 }  // namespace
@@ -175,7 +189,8 @@ void bind_plans(py::module_& m) {
         py::arg("separate_inputs") = false, py::arg("in_splits") = std::vector<int64_t>{},
         py::arg("out_splits") = std::vector<int64_t>{}, py::arg("budget") = 4 << 20, py::arg("depth") = 2,
         py::arg("smallest_chunk") = 4096, py::arg("in_type") = "bytes", py::arg("out_type") = "bytes",
-        py::arg("peer_offsets") = std::vector<int64_t>{}, py::arg("in_types") = std::vector<std::string>{});
+        py::arg("peer_offsets") = std::vector<int64_t>{}, py::arg("multicast") = false,
+        py::arg("in_types") = std::vector<std::string>{});
 
   m.def("env_table", [] {
     py::list result;
@@ -195,6 +210,7 @@ void bind_plans(py::module_& m) {
     d["nccl_library"] = env.nccl_library;
     d["cuda_staging_bytes"] = env.cuda_staging_bytes;
     d["slot_reuse"] = env.slot_reuse;
+    d["multicast"] = env.multicast;
     d["accumulate_ctas"] = env.accumulate_ctas;
     d["cuda_plain_bytes"] = env.cuda_plain_bytes;
     d["raise_on_timeout"] = env.raise_on_timeout;

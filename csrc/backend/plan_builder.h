@@ -1,4 +1,4 @@
-// Small helpers that the planners share: each appends one step.
+// Steps that the planners share: each function appends one.
 #pragma once
 
 #include "plan.h"

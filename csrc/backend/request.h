@@ -41,6 +41,9 @@ struct Request {
   // zero-copy all-to-all, in elements: where what this rank sends begins in each peer's output. Known only once the
   // ranks have told each other their splits.
   std::vector<int64_t> peer_offsets;
+  // zero-copy all-gather: pieces go to all ranks at once. Known only once the ranks have told each other where their
+  // outputs lie.
+  bool multicast = false;
 };
 
 // Addresses of one call. reduce-scatter with separate inputs: one pointer per parameter; otherwise one.

@@ -21,9 +21,9 @@ const char* to_string(Path path) {
 namespace {
 
 // What a CUDA call without a layout is left to nccl for before the ranks agree on it: agreement is a host wait, which
-// small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. bf16 to
-// fp32, which nccl has not, is always agreed on. An all-to-all through staging is slower than nccl's at every size that
-// was measured, so only one into slots is worth it.
+// small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. bf16
+// to fp32, which nccl has not, is agreed on unless only the inner backend may be called. An all-to-all through staging
+// is slower than nccl's at every size that was measured, so only one into slots is worth it.
 std::optional<Selection> not_worth_agreeing(const Capabilities& c, const Request& q) {
   if (c.device != Device::cuda || q.layout) return std::nullopt;
   if (!c.inner_only_reason.empty()) return Selection{Path::inner, c.inner_only_reason};
@@ -42,7 +42,7 @@ std::optional<Selection> not_worth_agreeing(const Capabilities& c, const Request
   return std::nullopt;
 }
 
-Selection select_all_gather(const Capabilities& c) {
+Selection select_all_gather(const Capabilities& c, const Request& q) {
   if (c.device == Device::cpu) {
     if (c.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
     return {Path::staged, "the output is the caller's own memory"};
@@ -50,7 +50,14 @@ Selection select_all_gather(const Capabilities& c) {
   if (c.outputs_known && !c.every_output_in_arena) {
     return {Path::inner, "a rank had no slot in the arena for the output"};
   }
-  return {Path::zero_copy, "every rank's output lies in the arena"};
+  Selection selection{Path::zero_copy, "every rank's output lies in the arena"};
+  selection.multicast = c.multicast && q.world > 2;  // to one peer, a copy is one copy anyway
+  if (selection.multicast) {
+    selection.reason += "; multicast";
+  } else if (!c.no_multicast_reason.empty()) {
+    selection.reason += "; no multicast: " + c.no_multicast_reason;
+  }
+  return selection;
 }
 
 Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
@@ -85,7 +92,7 @@ Selection select(const Capabilities& c, const Request& q) {
   if (!c.shared_memory) return {Path::inner, c.no_memory_reason};
   switch (q.op) {
     case Channel::all_gather:
-      return select_all_gather(c);
+      return select_all_gather(c, q);
     case Channel::reduce_scatter:
       return select_reduce_scatter(c, q);
     case Channel::all_to_all:

@@ -32,12 +32,16 @@ struct Capabilities {
   bool outputs_known = false;
   bool every_output_in_arena = false;
   bool input_types_differ = false;  // separate inputs: not every rank has the same dtype for the same parameter
+  // Whether one write can reach the same place of every rank's output, and why not ("": nobody asked for it).
+  bool multicast = false;
+  std::string no_multicast_reason;
   std::string no_staging_reason;  // why no rank could get staging for this kind of call; empty: not known to be so
 };
 
 struct Selection {
   Path path;
   std::string reason;
+  bool multicast = false;  // zero_copy: pieces go to all ranks at once
 };
 
 Selection select(const Capabilities& capabilities, const Request& request);

@@ -34,6 +34,12 @@ struct Window {
   int64_t bytes = 0;
 };
 
+// Whether one write can reach the same bytes of every rank's segment; the same on every rank.
+struct Multicast {
+  bool usable = false;
+  std::string why_not;  // empty where nobody asked for it
+};
+
 // Memory of this rank that peers can address. Thread-safe; never blocks on a peer.
 class Arena {
  public:
@@ -70,6 +76,16 @@ class Transport {
 
   // Address in this process of byte `offset` of `rank`'s segment; [offset, offset + bytes) must lie in it.
   virtual std::byte* address(int rank, int64_t offset, int64_t bytes) = 0;
+
+  // Bytes [offset, offset + bytes) of all segments at once, this rank's too; the address may only be written.
+  virtual Multicast multicast(int64_t offset, int64_t bytes) {
+    (void)offset, (void)bytes;
+    return {};
+  }
+  virtual std::byte* multicast_address(int64_t offset, int64_t bytes) {
+    (void)offset, (void)bytes;
+    return nullptr;
+  }
 
   // Memory for one call of `channel`; by default the arena's. A transport whose work goes on after the call
   // returns orders reuse behind it here.

@@ -62,7 +62,8 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   while (!completed_) {
     auto slice = kTick;
     if (timeout != kNoTimeout) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
       TORCH_CHECK(left.count() > 0, "tide: Work.wait: the call is not over after ", timeout.count(),
                   " ms; it goes on; wait longer or look at tide_backend.report()");
       slice = std::min(slice, left);

@@ -1,9 +1,8 @@
 // The reduction on a GPU: launch config, arguments, kernel, launcher.
 //
 // A chunk is read once and written once, so a block's speed is its bytes in flight: every thread issues kUnroll
-// 16-byte loads per rank before it adds the first. Plain loads on purpose: a version with bulk copies through shared
-// memory (cp.async.bulk) was faster per block, but while GEMMs ran beside it on two H200 it delivered wrong values in a
-// few 256-byte pieces; why is not understood.
+// 16-byte loads per rank before it adds the first. Not bulk copies through shared memory (cp.async.bulk): beside GEMMs
+// on two H200 they gave wrong values in a few 256-byte pieces, and for this no reason was found.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -54,7 +53,9 @@ __device__ inline long long widen(long long v) { return v; }
 // Explicit roundings: no contraction into a fused multiply-add, so that CPU and GPU agree bit for bit.
 __device__ inline float plus(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline double plus(double a, double b) { return __dadd_rn(a, b); }
-__device__ inline int plus(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); }
+__device__ inline int plus(int a, int b) {
+  return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b));
+}
 __device__ inline long long plus(long long a, long long b) {
   return static_cast<long long>(static_cast<unsigned long long>(a) + static_cast<unsigned long long>(b));
 }
@@ -161,8 +162,8 @@ void launch(const std::vector<AccumulateArgs>& pieces, int ctas, cudaStream_t st
     for (int i = 0; i < args.count; ++i) {
       const AccumulateArgs& a = pieces[first + static_cast<size_t>(i)];
       Piece& p = args.pieces[i];
-      p = {reinterpret_cast<const char*>(a.own), reinterpret_cast<const char*>(a.staged), reinterpret_cast<char*>(a.out),
-           a.stride, a.numel};
+      p = {reinterpret_cast<const char*>(a.own), reinterpret_cast<const char*>(a.staged),
+           reinterpret_cast<char*>(a.out), a.stride, a.numel};
       const int64_t per_block = static_cast<int64_t>(kThreads) * (aligned(p) ? kUnroll * (16 / sizeof(In)) : 1);
       most = std::max(most, (a.numel + per_block - 1) / per_block);
     }

@@ -77,7 +77,8 @@ void launch(const std::vector<Cast>& casts, int ctas, void* stream) {
     cast_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) {
-      throw Error(ErrorKind::driver, std::string("tide: launch of the cast kernel failed: ") + cudaGetErrorString(status));
+      throw Error(ErrorKind::driver,
+                  std::string("tide: launch of the cast kernel failed: ") + cudaGetErrorString(status));
     }
   }
 }

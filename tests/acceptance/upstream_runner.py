@@ -42,7 +42,7 @@ def make_case(backend: str) -> type[unittest.TestCase]:
     import torch
     from torch.testing._internal import common_utils
 
-    # Skips by the backend's name; acceptance.py has the reasons that hold for tide. Those by hardware remain.
+    # Skips by the backend's name; upstream_lists.py has the reasons that hold for tide. Those by hardware remain.
     common_utils.skip_but_pass_in_sandcastle_if = lambda condition, reason: lambda test: test
     from torch.testing._internal.distributed import distributed_test as upstream
 

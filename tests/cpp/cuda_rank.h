@@ -21,10 +21,12 @@ struct Settings {
   int64_t staging_bytes = 2 << 20;  // a whole segment: every slot needs growth
   int64_t plain_bytes = 0;          // calls without a layout of fewer bytes are not tide's
   bool slot_reuse = false;
+  bool multicast = false;
   std::chrono::milliseconds handshake = 10s;
   std::chrono::milliseconds timeout = 20s;
   std::function<void(const std::string&)> on_timeout;  // default: print, fail the rank
   std::function<void()> free_cached_memory;
+  std::function<void(const std::string&)> on_no_multicast;
 };
 
 // Work on `second` from here on comes behind that on `first` so far.
@@ -50,6 +52,8 @@ class CudaRank {
     options.timeout = settings.timeout;
     options.staging_bytes = settings.staging_bytes;
     options.slot_reuse = settings.slot_reuse;
+    options.multicast = settings.multicast;
+    options.on_no_multicast = settings.on_no_multicast;
     options.streams = streams_;
     options.free_cached_memory = settings.free_cached_memory;
     options.on_timeout = settings.on_timeout ? settings.on_timeout : [](const std::string& text) {
@@ -137,7 +141,8 @@ class CudaRank {
   }
 
   // All-gather of two-byte elements into `output`, which lies in the arena or does not. `placed`: the shard is there.
-  CollectiveCall all_gather(std::shared_ptr<const ParameterLayout> layout, std::byte* output, const Words* shard) const {
+  CollectiveCall all_gather(std::shared_ptr<const ParameterLayout> layout, std::byte* output,
+                            const Words* shard) const {
     CollectiveCall call;
     Request& q = call.request = request(Channel::all_gather, ElementType::bf16, ElementType::bf16);
     q.numel = layout->total_shard_numel();
@@ -176,7 +181,8 @@ inline void check_nothing_left() {
 
 // Element i of what `rank` contributes to a call: a finite bf16 of either sign, of which every bit counts.
 inline uint16_t value(int rank, int64_t i, int call) {
-  uint32_t h = static_cast<uint32_t>(i) * 2654435761u + static_cast<uint32_t>(rank) * 40503u + static_cast<uint32_t>(call) * 977u;
+  uint32_t h = static_cast<uint32_t>(i) * 2654435761u + static_cast<uint32_t>(rank) * 40503u +
+               static_cast<uint32_t>(call) * 977u;
   h ^= h >> 15;
   return static_cast<uint16_t>((h & 0x807F) | (((h >> 16) % 16 + 119) << 7));
 }

@@ -1,7 +1,8 @@
 // A CUDA driver made of host threads: a stream is a thread that runs its queue in order, device memory is host memory.
 //
 // It keeps to what the real one promises and no more: copies of a batch run in any order, waits compare as signed
-// 64-bit numbers, registered host memory has another address on the device, a thread without a context gets errors.
+// 64-bit numbers, registered host memory has another address on the device, a thread without a context gets errors, a
+// write to a multicast address reaches the ranks one by one.
 #pragma once
 
 #include <algorithm>
@@ -81,7 +82,7 @@ class FakeDriver {
   std::atomic<bool> captured{false};  // some thread captures a graph, in the strictest mode
 
   // What tests read.
-  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0};
+  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0}, multicasts{0};
   std::atomic<int> without_context{0}, broke_capture{0};
 
   static FakeDriver& get() {
@@ -122,6 +123,16 @@ class FakeDriver {
     d.version = [](int* version) { return *version = 13000, 0; };
     cuda::set_driver(d);
     context() = &get();
+  }
+
+  // Writes to [start, start + bytes) reach the same place behind each of `targets` instead.
+  void add_multicast(std::byte* start, size_t bytes, std::vector<std::byte*> targets) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    multicast_[reinterpret_cast<uintptr_t>(start)] = {bytes, std::move(targets)};
+  }
+  void remove_multicast(std::byte* start) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    multicast_.erase(reinterpret_cast<uintptr_t>(start));
   }
 
   // Runs `job` on the stream, as a kernel of the caller's would.
@@ -214,7 +225,8 @@ class FakeDriver {
     const auto host = static_cast<uintptr_t>(address ^ kMapped);
     std::lock_guard<std::mutex> lock(d.mutex_);
     for (const auto& [start, bytes] : d.registered_) {
-      if (host >= start && host + sizeof(uint64_t) <= start + bytes) return reinterpret_cast<std::atomic<uint64_t>*>(host);
+      if (host >= start && host + sizeof(uint64_t) <= start + bytes)
+        return reinterpret_cast<std::atomic<uint64_t>*>(host);
     }
     return nullptr;
   }
@@ -267,10 +279,28 @@ class FakeDriver {
     return 0;
   }
 
+  // Where a write to `to` lands.
+  static std::vector<cuda::DevicePtr> places(cuda::DevicePtr to, size_t bytes) {
+    FakeDriver& d = get();
+    std::lock_guard<std::mutex> lock(d.mutex_);
+    auto found = d.multicast_.upper_bound(to);
+    if (found == d.multicast_.begin()) return {to};
+    --found;
+    const auto& [start, range] = *found;
+    if (to + bytes > start + range.bytes) return {to};
+    ++d.multicasts;
+    std::vector<cuda::DevicePtr> result;
+    for (std::byte* target : range.targets) result.push_back(reinterpret_cast<cuda::DevicePtr>(target) + (to - start));
+    std::shuffle(result.begin(), result.end(), std::mt19937(std::random_device{}()));
+    return result;
+  }
   static std::function<void()> move(cuda::DevicePtr to, cuda::DevicePtr from, size_t bytes) {
-    return [=] {
-      pause();
-      std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+    return [=, places = places(to, bytes)] {
+      for (const cuda::DevicePtr place : places) {
+        pause();
+        // A shard that lies at its place in this rank's own memory is written over itself.
+        std::memmove(reinterpret_cast<void*>(place), reinterpret_cast<const void*>(from), bytes);
+      }
     };
   }
   static cuda::Result copy(cuda::DevicePtr to, cuda::DevicePtr from, size_t bytes, cuda::Stream stream) {
@@ -316,7 +346,12 @@ class FakeDriver {
   }
 
   std::mutex mutex_;
+  struct Range {
+    size_t bytes = 0;
+    std::vector<std::byte*> targets;
+  };
   std::map<uintptr_t, size_t> registered_;
+  std::map<uintptr_t, Range> multicast_;
   std::shared_ptr<Queue> shared_;
 };
 

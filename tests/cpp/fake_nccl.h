@@ -1,4 +1,5 @@
-// An NCCL whose device memory is files that forked ranks share, in a directory of the test's own.
+// An NCCL whose device memory is files that forked ranks share, in a directory of the test's own. Its multicast
+// addresses are memory that nothing may touch: the fake driver knows where writes to them go.
 #pragma once
 
 #include <fcntl.h>
@@ -9,6 +10,7 @@
 #include <set>
 
 #include "../../csrc/backend/cuda/nccl.h"
+#include "fake_driver.h"
 #include "ranks.h"
 
 namespace tide::test {
@@ -21,10 +23,13 @@ class FakeNccl {
   bool no_windows = false;             // success, and no window: GPUs that cannot reach each other
   int no_address_for = -1;             // this rank's memory cannot be addressed
   bool no_start = false;
+  bool has_multicast = true;           // false: a library without the call
+  bool no_multicast = false;           // success, and no address: NVLS is off
+  std::set<int> failing_multicasts;    // by number of the window, from 1; after every rank has come
 
   // What tests read: what is there now.
   std::atomic<int> allocations{0}, windows{0}, communicators{0};
-  std::atomic<int> tried_allocations{0};
+  std::atomic<int> tried_allocations{0}, multicast_calls{0};
 
   static FakeNccl& get() {
     static auto* const one = new FakeNccl;
@@ -46,6 +51,7 @@ class FakeNccl {
     n.window_register = window_register;
     n.window_deregister = window_deregister;
     n.peer_pointer = peer_pointer;
+    if (get().has_multicast) n.multicast_pointer = multicast_pointer;
     return n;
   }
 
@@ -65,6 +71,10 @@ class FakeNccl {
   };
   struct Window {
     std::vector<std::pair<void*, size_t>> peers;  // own one empty
+    Comm* comm = nullptr;
+    int number = 0;
+    void* own = nullptr;
+    std::byte* multicast = nullptr;
   };
 
   // Leaves a note that every other rank of the communicator reads; waits for theirs.
@@ -126,12 +136,12 @@ class FakeNccl {
       file = get().memory_.at(pointer).file;
     }
     const int number = ++comm->windows;
-    const auto files =
-        meet("win-" + comm->id + "-" + std::to_string(number), comm->rank, comm->world, file + " " + std::to_string(bytes));
+    const auto files = meet("win-" + comm->id + "-" + std::to_string(number), comm->rank, comm->world,
+                            file + " " + std::to_string(bytes));
     *window = nullptr;
     if (get().failing_registrations.count(number) != 0) return 1;
     if (get().no_windows) return 0;
-    auto* made = new Window;
+    auto* made = new Window{{}, comm, number, pointer, nullptr};
     for (int r = 0; r < comm->world; ++r) {
       std::istringstream note(files[static_cast<size_t>(r)]);
       std::string path;
@@ -145,6 +155,10 @@ class FakeNccl {
   }
   static cuda::NcclResult window_deregister(cuda::NcclComm, cuda::NcclWindow window) {
     auto* mine = static_cast<Window*>(window);
+    if (mine->multicast) {
+      FakeDriver::get().remove_multicast(mine->multicast);
+      munmap(mine->multicast, mine->peers[0].second);
+    }
     for (auto [pointer, bytes] : mine->peers) {
       if (pointer) munmap(pointer, bytes);
     }
@@ -159,9 +173,32 @@ class FakeNccl {
     return 0;
   }
 
+  // Waits for all ranks at every window, not only at the first as the real one may.
+  static cuda::NcclResult multicast_pointer(cuda::NcclWindow window, size_t offset, void** address) {
+    auto* mine = static_cast<Window*>(window);
+    ++get().multicast_calls;
+    meet("mc-" + mine->comm->id + "-" + std::to_string(mine->number), mine->comm->rank, mine->comm->world, "here");
+    *address = nullptr;
+    if (get().failing_multicasts.count(mine->number) != 0) return 1;
+    if (get().no_multicast) return 0;
+    const size_t bytes = mine->peers[0].second;
+    void* reserved = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) throw std::runtime_error("mmap of a multicast range");
+    mine->multicast = static_cast<std::byte*>(reserved);
+    std::vector<std::byte*> targets;
+    for (auto [pointer, size] : mine->peers) {
+      targets.push_back(static_cast<std::byte*>(pointer ? pointer : mine->own));
+      if (size != bytes) return 4;
+    }
+    FakeDriver::get().add_multicast(mine->multicast, bytes, targets);
+    *address = mine->multicast + offset;
+    return 0;
+  }
+
   static void* map(const std::string& file, size_t bytes) {
     const int descriptor = open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) throw std::runtime_error("map " + file);
+    if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(bytes)) != 0)
+      throw std::runtime_error("map " + file);
     void* pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     close(descriptor);
     if (pointer == MAP_FAILED) throw std::runtime_error("mmap " + file);

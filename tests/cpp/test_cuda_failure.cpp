@@ -97,7 +97,8 @@ void connect_refused() {
     broken.unique_id = [](cuda::NcclUniqueId*) { return 3; };
     cuda::set_nccl(broken);
   });
-  refused("ncclCommInitRank failed: unhandled cuda error (2, NCCL 2.32.3)", [](int) { FakeNccl::get().no_start = true; });
+  refused("ncclCommInitRank failed: unhandled cuda error (2, NCCL 2.32.3)",
+          [](int) { FakeNccl::get().no_start = true; });
   refused("rank 1: tide: cuMemHostRegister failed", [](int rank) {
     if (rank == 1) FakeDriver::get().fails["host_register"] = 2;
   });
@@ -129,7 +130,8 @@ void growth_refused() {
         CudaRank me(rank, 3, directory);
         me.connect();
         const int64_t first = me.transport()->device_arena().bytes_committed();
-        if (rank == 1) (registration ? FakeNccl::get().failing_registrations : FakeNccl::get().failing_allocations) = {2};
+        if (rank == 1)
+          (registration ? FakeNccl::get().failing_registrations : FakeNccl::get().failing_allocations) = {2};
         std::string why;
         check(!me.slot(bytes(3), &why), "no slot");
         check_contains(why, registration ? "rank 1: tide: ncclCommWindowRegister failed" : "rank 1: ncclMemAlloc of ");
@@ -219,14 +221,16 @@ void everyone(const std::string& prefix, int rank, int world) {
 }
 
 // Rank 1 has agreed to the call, but its device does not get to it. Ranks 0 and 2 name it at the deadline, once.
-void stuck_peer() {
-  run_ranks(3, [](int rank, const std::string& directory) {
+void stuck(bool multicast) {
+  run_ranks(3, [=](int rank, const std::string& directory) {
     const Raising raising;
-    CudaRank me(rank, 3, directory, raising.settings());
+    Settings settings = raising.settings();
+    settings.multicast = multicast;
+    CudaRank me(rank, 3, directory, settings);
     raising.watch(me);
     me.connect();
     const Window window = me.slot(bytes(3));
-    gather(me, window);
+    check(gather(me, window).multicast == multicast, "multicast");
     check(drained(me.caller(), 20s), "first call");
     std::atomic<bool> go{false};
     if (rank == 1) {
@@ -260,10 +264,20 @@ void stuck_peer() {
     check_contains(later.what(), "an earlier failure: tide[rank");
     std::this_thread::sleep_for(300ms);
     check(raising.reports->count == 1, "reported once");
+    if (multicast) check(FakeDriver::get().multicasts == 4, "two pieces a call, those of the broken call late");
+    // Where what was late has landed: memory, windows and addresses outlive the group.
+    auto transport = me.transport();
+    me.engine().shutdown();
+    check(FakeNccl::get().allocations == 2 && FakeNccl::get().windows == 2, "the segments are quarantined");
+    const cuda::DeviceArena& arena = transport->device_arena();
+    check((arena.multicast_address(window.offset, window.bytes) != nullptr) == multicast, "still mapped");
     std::cout.flush();
     _exit(0);
   });
 }
+
+void stuck_peer() { stuck(false); }
+void stuck_peer_with_multicast() { stuck(true); }
 
 // Rank 1 dies with its part of the call undone. The others say so within a fraction of a second, not at the deadline.
 void dead_peer() {
@@ -294,7 +308,8 @@ void dead_peer() {
     }));
   }
   bool good = true;
-  for (int rank = 0; rank < 3; ++rank) good &= wait_rank(pids[static_cast<size_t>(rank)], 30s) == (rank == 1 ? -SIGKILL : 0);
+  for (int rank = 0; rank < 3; ++rank)
+    good &= wait_rank(pids[static_cast<size_t>(rank)], 30s) == (rank == 1 ? -SIGKILL : 0);
   check(good, "the living ranks end well");
 }
 
@@ -474,6 +489,7 @@ const std::map<std::string, void (*)()> kCases{{"caller_aborts", caller_aborts},
                                                {"interrupted_slot", interrupted_slot},
                                                {"nothing_runs_on_garbage", nothing_runs_on_garbage},
                                                {"stuck_peer", stuck_peer},
+                                               {"stuck_peer_with_multicast", stuck_peer_with_multicast},
                                                {"windows_refused", windows_refused}};
 
 }  // namespace

@@ -39,6 +39,8 @@ void candidates(const std::string& directory) {
   const Nccl found = load_nccl({"", old, good, "/never/looked/at.so"});
   check(found.problem.empty(), found.problem);
   check(found.library == good && found.version == 23203, found.library);
+  check(found.multicast_pointer == nullptr, "a library without multicast will do");
+  check(load_nccl({directory + "/libmulticast.so"}).multicast_pointer != nullptr, "and one with it gives the call");
   void* memory = nullptr;
   check(found.allocate(&memory, 64) == 0 && memory != nullptr && found.free(memory) == 0, "its functions");
 }
@@ -78,7 +80,8 @@ void nccl_errors() {
   table.last_error = [](cuda::NcclComm) { return "two ranks use one GPU"; };
   cuda::set_nccl(table);
   error = caught([] { cuda::check_nccl(5, "ncclCommInitRank"); });
-  check(error.what() == std::string("tide: ncclCommInitRank failed: invalid usage: two ranks use one GPU (5, NCCL 2.32.3)"),
+  check(error.what() ==
+            std::string("tide: ncclCommInitRank failed: invalid usage: two ranks use one GPU (5, NCCL 2.32.3)"),
         error.what());
 }
 

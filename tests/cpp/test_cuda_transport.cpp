@@ -63,7 +63,8 @@ void gather_many(int rank, int world, const std::string& directory) {
     CudaRank me(rank, world, directory);
     me.connect();
     int number = 0;
-    for (const auto& shards : std::vector<std::vector<int64_t>>{{1}, {3, 1, 4097, 2}, {70000, 5}, {8, 8, 8, 8, 8, 8, 8}}) {
+    for (const auto& shards :
+         std::vector<std::vector<int64_t>>{{1}, {3, 1, 4097, 2}, {70000, 5}, {8, 8, 8, 8, 8, 8, 8}}) {
       Gather gather{me, slot_layout(world, shards)};
       for (int i = 0; i < 12; ++i) gather.call(++number, i % 3 != 0);
       gather.finish();
@@ -493,6 +494,16 @@ void all_to_all_in_one_queue() {
   });
 }
 
+// Copies within the device by its copy engine, on streams that nothing else puts in order.
+void all_to_all_without_kernels() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().jitter_us = 200;
+    FakeDriver::get().has_placing = false;
+    exchange_many(rank, 3, directory);
+    check(FakeDriver::get().placings == 0, "no kernels");
+  });
+}
+
 // Splits that do not fit, also before there is staging: every rank hears of it, and the group goes on.
 void all_to_all_of_other_splits() {
   run_ranks(2, [](int rank, const std::string& directory) {
@@ -760,7 +771,7 @@ void bad_call_of_one_rank() {
       std::string why;
       error = caught([&] { me.slot(rank == 1 ? 4096 : 8192, &why); });
       check(error.kind() == ErrorKind::usage, error.what());
-      check_contains(error.what(), "ranks asked for slots of different sizes; got");
+      check_contains(error.what(), "ranks asked for different memory; got");
       for (int i = 2; i < 6; ++i) gather.call(i, true);
       gather.finish();
       check(me.transport()->arena()->bytes_in_use() == (2 << 20), "no slot is lost");
@@ -823,6 +834,7 @@ const std::map<std::string, void (*)()> kCases{{"all_gather", all_gather},
                                                {"all_to_all", all_to_all},
                                                {"all_to_all_in_one_queue", all_to_all_in_one_queue},
                                                {"all_to_all_of_other_splits", all_to_all_of_other_splits},
+                                               {"all_to_all_without_kernels", all_to_all_without_kernels},
                                                {"all_to_all_without_staging", all_to_all_without_staging},
                                                {"bad_call_of_one_rank", bad_call_of_one_rank},
                                                {"capture_elsewhere", capture_elsewhere},

@@ -90,7 +90,7 @@ def test_different_sizes(run: Callable) -> None:
     for answer in run(2, tasks.different_sizes):
         assert answer["wrong"] == []
         slots, call = answer["texts"]
-        assert "ranks asked for slots of different sizes; got " in slots
+        assert "ranks asked for different memory; got " in slots
         assert "sizes do not fit" in call
 
 

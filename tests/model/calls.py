@@ -30,6 +30,7 @@ class Call:
     slots: tuple[int, ...] = ()
     placed: bool = False
     separate: bool = False
+    multicast: bool = False
     splits: tuple[tuple[int, ...], ...] = ()
     depth: int = 2
     chunk: int = CHUNK
@@ -102,6 +103,7 @@ def plan_of(call: Call, rank: int, world: int) -> PlanOf:
         in_arena=call.zero_copy(world),
         placed=call.placed,
         separate_inputs=call.separate,
+        multicast=call.multicast,
         budget=1,
         depth=call.depth,
         smallest_chunk=call.chunk * ITEMSIZE,

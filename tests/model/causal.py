@@ -94,7 +94,8 @@ class State(Machine):
         kept = []
         for old in self.log.get(r.region, ()):
             if old.begin < r.end and r.begin < old.end:
-                if (write or old.write) and old.time > known[old.thread]:
+                itself = (old.thread, old.time) == (t, self.issued[t])
+                if (write or old.write) and old.time > known[old.thread] and not itself:
                     ours = "writes" if write else "reads"
                     theirs = "write" if old.write else "read"
                     raise Violation(
@@ -136,12 +137,13 @@ class State(Machine):
         before = self.trace
         self.trace = (before, t, op)
         if isinstance(op, Move):
-            to, sources = self.ranges(rank, op)
+            targets, sources = self.ranges(rank, op)
             self.issued[t] += 1
             for source in sources:
                 self.access(t, source, False, op)
-            self.access(t, to, True, op)
-            self.move(to, sources)
+            for to in targets:
+                self.access(t, to, True, op)
+            self.move(targets, sources)
             if self.program.setup.device == "cpu":
                 self.drain(t)
         elif isinstance(op, Signal):

@@ -88,8 +88,7 @@ class State(Machine):
         thread = self.threads[t]
         rank = thread.rank
         if isinstance(op, Move):
-            to, sources = self.ranges(rank, op)
-            self.launch(t, (to,), tuple(sources))
+            self.launch(t, *self.ranges(rank, op))
         elif isinstance(op, Publish):
             self.launch(t, (self.record(rank, op.channel, op.sequence),), ())
         elif isinstance(op, Meet):
@@ -134,7 +133,7 @@ class State(Machine):
         state.flights -= {flight}
         try:
             if isinstance(op, Move):
-                state.move(flight.writes[0], list(flight.reads))
+                state.move(flight.writes, flight.reads)
             elif isinstance(op, Publish):
                 state.publish(thread.rank, op)
             elif isinstance(op, Meet):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from model import memory
@@ -68,7 +69,8 @@ class Machine:
         return Range(region, place.offset, place.offset + size)
 
     def window(self, rank: int, place: Place) -> int:
-        if place.owner == rank or not self.rules.window_of_its_owner:
+        own_offset = place.multicast and not self.rules.multicast_at_equal_offsets
+        if place.owner == rank or own_offset or not self.rules.window_of_its_owner:
             return self.bound[rank, place.call]
         call = place.call
         if not self.rules.window_of_this_call:
@@ -92,12 +94,22 @@ class Machine:
         self.load(r)
         self.contents[r.region] = memory.write(self.contents[r.region], r.begin, data, r.end - r.begin)
 
-    def move(self, to: Range, sources: list[Range]) -> None:
-        size = to.end - to.begin
-        self.store(to, memory.added([self.load(s) for s in sources], size))
+    def move(self, targets: Sequence[Range], sources: Sequence[Range]) -> None:
+        size = targets[0].end - targets[0].begin
+        data = memory.added([self.load(s) for s in sources], size)
+        for to in targets:
+            self.store(to, data)
 
-    def ranges(self, rank: int, op: Move) -> tuple[Range, list[Range]]:
-        return self.range(rank, op.to, op.bytes), [self.range(rank, s, op.bytes) for s in op.sources]
+    def ranges(self, rank: int, op: Move) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """Targets and sources. A copy may end where it begins, byte by byte, and not overlap itself otherwise."""
+        targets, sources = (
+            tuple(self.range(rank, p, op.bytes) for p in places) for places in (op.targets, op.sources)
+        )
+        for to in targets:
+            for s in sources:
+                if to != s and to.region == s.region and to.begin < s.end and s.begin < to.end:
+                    raise Violation("race", f"rank {rank}, {op.call}: overlaps itself: {op}")
+        return targets, sources
 
     def compare(self, thread: Thread, op, ranges: list[Range]) -> None:
         for r, (_, _, value) in zip(ranges, op.expected, strict=True):

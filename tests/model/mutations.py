@@ -128,6 +128,11 @@ def first_place(steps: list[dict], call: Call, rank: int) -> list[dict]:
     return [{**s, "to": moved(s["to"])} for s in steps]
 
 
+def spread_elsewhere(steps: list[dict], call: Call, rank: int) -> list[dict]:
+    """Every rank multicasts to the place of rank 0."""
+    return [{**s, "to": ("multicast", 0, 0)} if s["to"][0] == "multicast" else s for s in steps]
+
+
 def lost_copy(steps: list[dict], call: Call, rank: int) -> list[dict]:
     last = max(i for i, s in enumerate(steps) if s["kind"] == "copy")
     return steps[:last] + steps[last + 1 :] if rank == 0 else steps
@@ -188,12 +193,15 @@ def mutations() -> list[Mutation]:
     one_way = [Issue(exchanged(name, [0, 9], [0, 0])) for name in "st"]
     quiet = [Issue(exchanged(name, [0, 0], [0, 0])) for name in "st"]
     other_layout = [[Issue(gathered("a", 2, (8, 16)))], [Issue(gathered("a", 2, (16, 8)))]]
-    odd_pools = [
-        *(Issue(gathered(n, 2, (5,))) for n in "ab"),
-        *(item(gathered(n, 2, (5,))) for n in "ab" for item in (Compute, Reshard)),
-        Issue(gathered("c", 2, (5,))),
-        Issue(gathered("d", 2, (5,))),
-    ]
+
+    def in_odd_pools(world: int, **more) -> list[Item]:
+        """Where ranks take freed windows in different orders, c and d lie at different places."""
+        a, b, c, d = (gathered(name, world, (5,), **more) for name in "abcd")
+        return [*map(Issue, (a, b)), *(item(x) for x in (a, b) for item in (Compute, Reshard)), *map(Issue, (c, d))]
+
+    odd_pools, odd_multicast = in_odd_pools(2), in_odd_pools(3, multicast=True)
+    p, q = (gathered(name, 3, (5,), multicast=True, placed=True) for name in "pq")
+    spread, spread_twice = [Issue(p)], [Issue(p), Compute(p), Reshard(p), Issue(q)]
 
     def rules(base: Setup, **changed) -> Setup:
         return replace(base, rules=Rules(**changed))
@@ -229,7 +237,7 @@ def mutations() -> list[Mutation]:
             ("a copy is lost", lost_copy, ag, LOST),
         )
     ]
-    fifo_of_three = Setup(3, merged=True)
+    fifo_of_three, gpus = Setup(3, merged=True), Setup(3, "cuda")
     return [
         *(Mutation(f"{base.device}, {name}", program, base, kinds) for name, base, program, kinds in common),
         # A GPU sends on a stream of its own; where its streams are one FIFO the order counts there too.
@@ -245,6 +253,13 @@ def mutations() -> list[Mutation]:
         Mutation("window of the call before", twice, rules(cpu, window_of_this_call=False), LOST),
         Mutation("offsets taken to be the same on every rank", odd_pools,
                  replace(rules(cpu, window_of_its_owner=False), merged=True, pools=("last", "first")), LOST),
+        Mutation("multicast: offsets taken to be the same on every rank", odd_multicast,
+                 replace(rules(gpus, multicast_at_equal_offsets=False), merged=True, pools=("last", "first")), LOST,
+                 every_order=False),
+        Mutation("multicast: data flag before the copy", spread, steps(gpus, signal_first("data")), LOST),
+        Mutation("multicast: missing data wait", spread, steps(gpus, without("wait", "data")), LOST),
+        Mutation("multicast: missing ready wait", spread_twice, steps(gpus, without("wait", "ready")), LOST),
+        Mutation("multicast: another rank's place", spread, steps(gpus, spread_elsewhere), LOST),
         Mutation("one record instead of two", one_way,
                  rules(gpu, record_buffers=1, record_words=1), (*LOST, "deadlock")),
         Mutation("records not awaited", zero, rules(cpu, records_awaited=False), LOST),

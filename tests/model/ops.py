@@ -10,12 +10,16 @@ from model.memory import Contents, Region
 
 @dataclass(frozen=True)
 class Place:
-    """An address: in a fixed region, or in `owner`'s window of `call`, known only at run time."""
+    """An address: in a fixed region, or in `owner`'s window of `call`, known only at run time.
+
+    `multicast`: reached by a write that the switch spreads.
+    """
 
     region: Region | None
     owner: int
     call: str
     offset: int
+    multicast: bool = False
 
     def __str__(self) -> str:
         if self.region is None:
@@ -30,15 +34,24 @@ class Op:
 
 @dataclass(frozen=True)
 class Move(Op):
-    """Zero sources: fill with zeros. One: copy. One per rank: the sum in rank order."""
+    """Zero sources: fill with zeros. One: copy. One per rank: the sum in rank order.
+
+    `others`: where a multicast copy goes besides; the targets are written at any time and in any order.
+    """
 
     to: Place
     sources: tuple[Place, ...]
     bytes: int
+    others: tuple[Place, ...] = ()
+
+    @property
+    def targets(self) -> tuple[Place, ...]:
+        return (self.to, *self.others)
 
     def __str__(self) -> str:
         verb = ["fill", "copy"][len(self.sources)] if len(self.sources) < 2 else "add"
-        return f"{verb} {', '.join(map(str, self.sources))} -> {self.to}, {self.bytes} bytes"
+        sources, targets = (", ".join(map(str, places)) for places in (self.sources, self.targets))
+        return f"{verb} {sources} -> {targets}, {self.bytes} bytes"
 
 
 @dataclass(frozen=True)

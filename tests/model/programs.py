@@ -180,6 +180,12 @@ class _Builder:
             source, at = (self.rank, peer) if kind == "signal" else (peer, self.rank)
             word = self.rules.word(flag, call.channel, source, at)
             return Signal(call.name, word, value) if kind == "signal" else Wait(call.name, word, value)
+        if step["to"][0] == "multicast":
+            assert kind == "copy", kind
+            first, *others = (
+                Place(None, owner, call.name, step["to"][2], multicast=True) for owner in range(self.world)
+            )
+            return Move(call.name, first, (self.address(call, step["from"]),), step["bytes"], tuple(others))
         to = self.address(call, step["to"])
         if kind == "fill":
             return Move(call.name, to, (), step["bytes"])

@@ -23,6 +23,9 @@ class Rules:
     # Peers address the window of this call, published by its owner.
     window_of_this_call: bool = True
     window_of_its_owner: bool = True
+    # Multicast writes at this rank's own place in every segment: only where all windows lie there. Elsewhere each peer
+    # gets a copy of its own, at its own window, and the flags are set as late as with multicast.
+    multicast_at_equal_offsets: bool = True
 
     def word(self, flag: str, channel: str, source: int, at: int) -> tuple:
         """The word that rank `source` sets at rank `at`."""

@@ -58,6 +58,7 @@ def scenarios(world: int) -> dict[str, list[Item]]:
     half = exchanged("half", *[[20] * world] * world, slots=tuple(range(world - 1)))
     nothing = [Issue(exchanged(f"nothing {i}", *[[0] * world] * world)) for i in range(3)]
     one_way = exchanged("one way", *[[0] * r + [9] * (world - r) for r in range(world)])
+    m, n, o = (gathered(name, world, (20, 3), multicast=True, placed=name == "n") for name in "mno")
     # What pools may do grows fast with ranks, so three ranks get by with one reduce-scatter less.
     more = [Issue(h)] if world == 2 else []
     third = Issue(staged("d")) if world == 2 else Issue(b)
@@ -66,6 +67,10 @@ def scenarios(world: int) -> dict[str, list[Item]]:
         "zero-copy all-gather": [
             *(Issue(a), Issue(placed), Compute(a), Reshard(a), Issue(c)),
             *(Compute(placed), Reshard(placed), Compute(c)),
+        ],
+        "multicast all-gather": [
+            *(Issue(m), Issue(n), Compute(m), Reshard(m), Issue(o)),
+            *(Compute(n), Reshard(n), Compute(o)),
         ],
         "reduce-scatter": [Issue(g), Issue(h), Issue(i)],
         "all-to-all": [Issue(s), Issue(t)],

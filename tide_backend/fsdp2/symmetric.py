@@ -1,4 +1,4 @@
-"""FSDP2's all-gather with its output in symmetric memory: what PyTorch offers without tide."""
+"""For `bench fsdp2`: FSDP2's all-gather with its output in symmetric memory, what PyTorch offers without tide."""
 
 from __future__ import annotations
 

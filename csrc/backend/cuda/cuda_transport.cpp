@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "../../kernels/accumulate_cuda.h"
+#include "multicast.h"
 
 namespace tide::cuda {
 
@@ -62,22 +63,27 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   NcclUniqueId id{};
   problem = "";
   if (who.rank == 0 && nccl().unique_id(&id) != 0) problem = "ncclGetUniqueId failed";
-  // What this rank does about staging must be what all do.
-  const std::string mine = std::string(id.bytes, sizeof id.bytes) + (options.slot_reuse ? '1' : '0');
+  // What this rank does about staging must be what all do, and multicast is for all or for none.
+  const size_t reuse = sizeof id.bytes, wish = reuse + 1;  // where they begin
+  const std::string mine = std::string(id.bytes, sizeof id.bytes) + (options.slot_reuse ? '1' : '0') +
+                           multicast_wish(who.world, options.multicast);
   const auto ids = control.transport->exchange(Channel::memory, ++sequence, mine, soon());
   control.transport->complete(Channel::memory, sequence);
   std::memcpy(id.bytes, ids[0].data(), sizeof id.bytes);
   for (size_t r = 1; r < ids.size(); ++r) {
-    if (ids[r].back() == ids[0].back()) continue;
-    problem = std::string("got TIDE_SLOT_REUSE=") + ids[0].back() + " on rank 0 and " + ids[r].back() + " on rank " +
+    if (ids[r][reuse] == ids[0][reuse]) continue;
+    problem = std::string("got TIDE_SLOT_REUSE=") + ids[0][reuse] + " on rank 0 and " + ids[r][reuse] + " on rank " +
               std::to_string(r) + ", expected the same on every rank; set it alike everywhere";
   }
+  std::vector<std::string> wishes;
+  for (const std::string& one : ids) wishes.push_back(one.substr(wish));
   if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
 
   // What one rank can find out alone comes before NCCL's start, which would wait for a rank that has failed.
   std::shared_ptr<CudaTransport> transport;
   try {
     transport.reset(new CudaTransport(who, control, options));
+    transport->multicast_ = agreed_multicast(wishes);
     transport->map_tables();
   } catch (const std::exception& error) {
     problem = error.what();
@@ -91,6 +97,7 @@ CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOpti
   std::string why = agree(*control.transport, ++sequence, problem, in_time());
   if (!why.empty()) return {nullptr, why};
   transport->memory_calls_ = sequence;
+  if (!transport->multicast_.why_not.empty()) transport->say_no_multicast(transport->multicast_.why_not);
   if (!options.slot_reuse) why = transport->provide(Channel::reduce_scatter, in_time());
   if (!why.empty()) return {nullptr, why};
   return {transport, ""};
@@ -174,6 +181,7 @@ std::string CudaTransport::grow(int64_t bytes, const Wait& wait, std::optional<W
     }
     why = agree(*control_, ++memory_calls_, problem, wait);
   }
+  if (why.empty() && multicast_.usable) find_multicast(wait);
   if (why.empty()) {
     const Window window = arena_->commit_pending(*taken ? 0 : bytes);
     if (!*taken) *taken = window;
@@ -181,6 +189,26 @@ std::string CudaTransport::grow(int64_t bytes, const Wait& wait, std::optional<W
     arena_->drop_pending(comm_);
   }
   return why;
+}
+
+// Collective. Only where registration has succeeded on every rank: NCCL's call waits for all of them. One rank's
+// refusal is everybody's, for this segment; the exchange is also the barrier behind the binding of the memory.
+void CudaTransport::find_multicast(const Wait& wait) {
+  std::string problem;
+  {
+    const Watchdog::HostCall guarded(*watchdog_, memory_calls_, Clock::now() + options_.timeout);
+    problem = arena_->find_multicast(comm_);
+  }
+  const std::string why = agree(*control_, ++memory_calls_, problem, wait);
+  if (why.empty()) return;
+  arena_->forget_multicast(why);
+  say_no_multicast(why);
+}
+
+void CudaTransport::say_no_multicast(const std::string& why) {
+  if (!options_.multicast || !options_.on_no_multicast || said_no_multicast_) return;
+  said_no_multicast_ = true;
+  options_.on_no_multicast(who_.prefix("connect") + "no multicast: " + why + "; each piece is copied to every peer");
 }
 
 // Ranks tell each other what memory they ask for, and whether it takes growth. True: some rank needs that.
@@ -193,7 +221,7 @@ bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait&
     any = any || all[r] == what + kGrow;
     if (all[r] == what + kGrow || all[r] == what + kFits) continue;
     fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
-         "ranks asked for slots of different sizes; got " + what + " here and " + all[r] + " on rank " +
+         "ranks asked for different memory; got " + what + " here and " + all[r] + " on rank " +
              std::to_string(r) +
              ", expected the same; shard the same parameters, or ask in the same order, on every "
              "rank");
@@ -273,6 +301,20 @@ std::byte* CudaTransport::address(int rank, int64_t offset, int64_t bytes) {
   return address;
 }
 
+Multicast CudaTransport::multicast(int64_t offset, int64_t bytes) {
+  if (!multicast_.usable || arena_->multicast_address(offset, bytes)) return multicast_;
+  return {false, arena_->no_multicast(offset)};
+}
+
+std::byte* CudaTransport::multicast_address(int64_t offset, int64_t bytes) {
+  std::byte* address = arena_->multicast_address(offset, bytes);
+  if (!address) {
+    fail(ErrorKind::usage, who_, "",
+         "bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) + ") have no multicast address here");
+  }
+  return address;
+}
+
 bool CudaTransport::provided(Channel channel) {
   std::lock_guard<std::mutex> lock(staging_mutex_);
   return staging_[static_cast<size_t>(channel)].segment.has_value();
@@ -280,7 +322,9 @@ bool CudaTransport::provided(Channel channel) {
 
 std::string CudaTransport::provide(Channel channel, const Wait& wait) {
   std::optional<Window> segment;
-  ask_together(std::string("staging of ") + to_string(channel), true, wait);
+  ask_together(std::string("staging of ") + to_string(channel) + ", " + std::to_string(options_.staging_bytes) +
+                   " bytes",
+               true, wait);
   const std::string why = grow(options_.staging_bytes, wait, &segment);
   if (!why.empty()) return why;
   std::lock_guard<std::mutex> lock(staging_mutex_);
@@ -291,7 +335,8 @@ std::string CudaTransport::provide(Channel channel, const Wait& wait) {
 }
 
 // Used in stream order, behind whatever the range held before: peers write it only after this rank's ready flag, which
-// is behind that too. A segment of its own never competes with parameters for room; a slot that was given back may.
+// is behind that too. One call of a channel at a time comes here. A segment of its own never competes with parameters
+// for room; a slot that was given back may.
 std::optional<Window> CudaTransport::acquire(Channel channel, int64_t bytes, std::string* why) {
   if (options_.slot_reuse) {
     if (auto window = arena_->acquire(bytes, why)) {
@@ -349,24 +394,34 @@ void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, 
   batch.bytes.push_back(static_cast<size_t>(bytes));
 }
 
-// A copy engine is several times slower than a kernel at a copy within its device.
 void CudaTransport::place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
-  if (!place_launch()) return copy(channel, to, from, bytes);
-  batches_[static_cast<size_t>(channel)].placements.push_back({to, from, bytes});
+  Batch& batch = batches_[static_cast<size_t>(channel)];
+  if (!batch.additions.empty()) flush(channel);
+  batch.placements.push_back({to, from, bytes});
 }
 
-// Copies first, in whatever order, then the kernels. What was given is gone from the batch also when it fails: it is not
-// given again.
+// Copies first, in whatever order, then the kernels. What was given is gone from the batch also when it fails: it is
+// not given again.
 void CudaTransport::flush(Channel channel) {
   Batch batch;
   std::swap(batch, batches_[static_cast<size_t>(channel)]);
   copy_batch(pushing(channel), batch);
-  if (!batch.placements.empty()) place_launch()(batch.placements, options_.accumulate_ctas, stream(channel));
+  place_batch(stream(channel), batch);
   if (!batch.additions.empty()) {
     accumulate_launch()(batch.in, batch.out, batch.additions, options_.accumulate_ctas, stream(channel));
   }
   batch.clear();
   std::swap(batch, batches_[static_cast<size_t>(channel)]);  // keeps its memory
+}
+
+// On the channel's own stream, where what they read was awaited. A copy engine is several times slower than a kernel at
+// a copy within its device.
+void CudaTransport::place_batch(Stream stream, Batch& batch) {
+  if (batch.placements.empty()) return;
+  if (const PlaceLaunch launch = place_launch()) return launch(batch.placements, options_.accumulate_ctas, stream);
+  for (const Placement& p : batch.placements) {
+    check(driver().copy(device(p.to), device(p.from), static_cast<size_t>(p.bytes), stream), "cuMemcpyAsync");
+  }
 }
 
 void CudaTransport::copy_batch(Stream stream, Batch& batch) {
@@ -439,7 +494,8 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool lat
       if (peer != who_.rank) note(missing, tables_->last_calls(peer));
     }
     if (!late) return "";
-    return who_.prefix(name) + "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
+    return who_.prefix(name) +
+           "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
            "while the other ranks are at: " + missing.str() + "; look at the rank that is behind";
   }
   std::map<int, std::string> owed, lost_peers;
@@ -482,7 +538,8 @@ void CudaTransport::abort(const std::string& reason) {
   for (int c = 0; c < kChannels; ++c) {
     const auto channel = static_cast<Channel>(c);
     const CallNow& call = calls[static_cast<size_t>(c)];
-    if (call.sequence == 0) continue;
+    // A thread that is putting a wait on a stream may be blocked by the driver, and so would this one be.
+    if (call.sequence == 0 || entering_ > 0) continue;
     try {
       follow(pushing(channel), stream(channel));
       watchdog_->watch(channel, call.sequence, record(stream(channel)), call.deadline);

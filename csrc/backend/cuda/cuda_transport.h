@@ -32,18 +32,22 @@ namespace tide::cuda {
 struct CudaOptions {
   ShmOptions shm;
   // Of one kind of call. The first segment is reduce-scatter's; all-to-all's comes with its first need.
-  int64_t staging_bytes = 64 << 20;
+  int64_t staging_bytes = 0;
   // Staging lies in slots that have been given back, where one is large enough; a segment comes only with the first
   // call for which none is.
   bool slot_reuse = false;
+  // Where every rank asks for it and can, all-gathers write to all ranks at once.
+  bool multicast = false;
   std::array<Stream, kChannels> streams{};
   // Called on a thread of tide's own when the device waits for what will not come. Ends the process, or poisons the
   // group and returns; then the waits are released.
   std::function<void(const std::string&)> on_timeout;
+  // Told at most once why there is no multicast although this rank asks for it. May be null.
+  std::function<void(const std::string&)> on_no_multicast;
   // Makes room on the device after an allocation failed, which is then tried once more. May be null.
   std::function<void()> free_cached_memory;
   std::chrono::milliseconds timeout{600000};  // of NCCL's own start and registrations
-  int accumulate_ctas = 32;                   // also of copies within the device
+  int accumulate_ctas = 1;                   // also of copies within the device
 };
 
 struct CudaResult {
@@ -65,6 +69,8 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   // Everything of the call is on its stream; from here on the watchdog looks after it.
   void complete(Channel channel, uint64_t sequence) override;
   std::byte* address(int rank, int64_t offset, int64_t bytes) override;
+  Multicast multicast(int64_t offset, int64_t bytes) override;
+  std::byte* multicast_address(int64_t offset, int64_t bytes) override;
   std::optional<Window> acquire(Channel channel, int64_t bytes, std::string* why) override;
   void release(Channel channel, const Window& window) override;
   bool provided(Channel channel) override;
@@ -103,8 +109,11 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   void open(const NcclUniqueId& id);
   bool ask_together(const std::string& what, bool grow, const Wait& wait);
   std::string grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken);
+  void find_multicast(const Wait& wait);
+  void say_no_multicast(const std::string& why);
   void flush(Channel channel);
   void copy_batch(Stream stream, Batch& batch);
+  void place_batch(Stream stream, Batch& batch);
   void join_pushes(Channel channel);
   static void follow(Stream earlier, Stream later);
   std::vector<Stream> all_streams() const;
@@ -156,6 +165,8 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::array<Batch, kChannels> batches_;
   std::unique_ptr<Watchdog> watchdog_;
   uint64_t memory_calls_ = 0;
+  Multicast multicast_;  // what the ranks agreed on when they connected; a segment may have none even so
+  bool said_no_multicast_ = false;
   std::atomic<bool> aborted_{false}, closed_{false};
 
   struct CallNow {

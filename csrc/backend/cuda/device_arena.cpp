@@ -91,6 +91,31 @@ std::string DeviceArena::register_pending(NcclComm comm) {
   return problem;
 }
 
+// Without the lock, as above.
+std::string DeviceArena::find_multicast(NcclComm comm) {
+  NcclWindow window;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    window = new_segment_.window;
+  }
+  void* address = nullptr;
+  try {
+    check_nccl(nccl().multicast_pointer(window, 0, &address), "ncclGetLsaMultimemDevicePointer", comm);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  if (!address) return "ncclGetLsaMultimemDevicePointer gave no address: NCCL has no multicast between these GPUs";
+  std::lock_guard<std::mutex> lock(mutex_);
+  new_segment_.multicast = static_cast<std::byte*>(address);
+  return "";
+}
+
+void DeviceArena::forget_multicast(const std::string& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  new_segment_.multicast = nullptr;
+  new_segment_.no_multicast = why;
+}
+
 Window DeviceArena::commit_pending(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   Window taken{static_cast<int64_t>(segments_.size()) << kSegmentShift, round_up(bytes, kAlign)};
@@ -139,6 +164,7 @@ void DeviceArena::deregister(NcclComm comm) {
   for (Segment& segment : segments_) {
     if (segment.window) nccl().window_deregister(comm, segment.window);
     segment.window = nullptr;
+    segment.multicast = nullptr;
   }
 }
 
@@ -167,10 +193,26 @@ std::byte* DeviceArena::address(const Window& window) { return peer_address(rank
 
 std::byte* DeviceArena::peer_address(int rank, int64_t offset, int64_t bytes) const {
   std::lock_guard<std::mutex> lock(mutex_);
+  const Segment* segment = segment_of(offset, bytes);
+  return segment ? segment->peers[static_cast<size_t>(rank)] + (offset & kLocalMask) : nullptr;
+}
+
+std::byte* DeviceArena::multicast_address(int64_t offset, int64_t bytes) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Segment* segment = segment_of(offset, bytes);
+  return segment && segment->multicast ? segment->multicast + (offset & kLocalMask) : nullptr;
+}
+
+std::string DeviceArena::no_multicast(int64_t offset) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Segment* segment = segment_of(offset, 0);
+  return segment ? segment->no_multicast : "";
+}
+
+const DeviceArena::Segment* DeviceArena::segment_of(int64_t offset, int64_t bytes) const {
   const auto s = static_cast<size_t>(offset >> kSegmentShift);
-  const int64_t local = offset & kLocalMask;
-  if (offset < 0 || s >= segments_.size() || bytes < 0 || local > segments_[s].bytes - bytes) return nullptr;
-  return segments_[s].peers[static_cast<size_t>(rank)] + local;
+  if (offset < 0 || s >= segments_.size() || bytes < 0) return nullptr;
+  return (offset & kLocalMask) > segments_[s].bytes - bytes ? nullptr : &segments_[s];
 }
 
 std::optional<int64_t> DeviceArena::offset_of(const void* pointer, int64_t bytes) {

@@ -2,8 +2,8 @@
 //
 // A segment is one ncclMemAlloc allocation and one window, never one window per parameter. Offsets carry the
 // segment in their upper bits, so an offset published by one rank means the same segment on every other. Growth is
-// collective and therefore explicit (allocate() and what follows it); acquire() never allocates. Freed ranges come back with the event of
-// the stream that last used them; whoever gets such a range waits for it on its own stream.
+// collective and therefore explicit (allocate() and what follows it); acquire() never allocates. Freed ranges come back
+// with the event of the stream that last used them; whoever gets such a range waits for it on its own stream.
 #pragma once
 
 #include <list>
@@ -30,6 +30,10 @@ class DeviceArena : public Arena {
   // rank's: allocate locally, register together (both: "" or why not), then either commit on all or drop on all.
   std::string allocate(int64_t bytes);
   std::string register_pending(NcclComm comm);
+  // Between registering, on every rank, and committing, together: the segment's multicast address. "" or why there is
+  // none; a rank that has none makes all forget theirs.
+  std::string find_multicast(NcclComm comm);
+  void forget_multicast(const std::string& why);
   // Gives `bytes` of it to the caller, before anybody else can take them; none when 0.
   Window commit_pending(int64_t bytes);
   void drop_pending(NcclComm comm);
@@ -51,6 +55,11 @@ class DeviceArena : public Arena {
   // Byte `offset` of `rank`'s arena in this process's address space; nullptr outside.
   std::byte* peer_address(int rank, int64_t offset, int64_t bytes) const;
 
+  // The same bytes of all ranks' arenas at once, to be written only; nullptr outside, and where the segment has none.
+  std::byte* multicast_address(int64_t offset, int64_t bytes) const;
+  // Why the segment at `offset` has none.
+  std::string no_multicast(int64_t offset) const;
+
   // Ends the windows; the memory itself stays until the last storage in it dies.
   void deregister(NcclComm comm);
 
@@ -63,6 +72,8 @@ class DeviceArena : public Arena {
     int64_t bytes = 0;
     NcclWindow window = nullptr;
     std::vector<std::byte*> peers;  // by rank; own address for this rank
+    std::byte* multicast = nullptr;
+    std::string no_multicast;
     RangeAllocator ranges;
   };
   struct Pending {
@@ -71,6 +82,7 @@ class DeviceArena : public Arena {
     std::shared_ptr<void> owner;
   };
   static void drop(Pending& pending);
+  const Segment* segment_of(int64_t offset, int64_t bytes) const;  // with the lock held
   void collect_finished();  // with the lock held
 
   const int rank_, world_;

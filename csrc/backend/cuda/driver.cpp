@@ -15,7 +15,8 @@ namespace {
 template <typename F>
 void find(void* library, const char* name, F& function, std::string* problem) {
   function = reinterpret_cast<F>(dlsym(library, name));
-  if (!function && problem && problem->empty()) *problem = std::string("libcuda has no ") + name + "; update the driver";
+  if (!function && problem && problem->empty())
+    *problem = std::string("libcuda has no ") + name + "; update the driver";
 }
 
 Driver load() {

@@ -49,6 +49,8 @@ Nccl load_one(void* library, const std::string& name) {
   find(library, "ncclCommWindowDeregister", n.window_deregister, &missing);
   find(library, "ncclGetPeerDevicePointer", n.peer_pointer, &missing);
   if (!missing.empty()) n.problem = what + " has no " + missing;
+  std::string without;  // tide does
+  find(library, "ncclGetLsaMultimemDevicePointer", n.multicast_pointer, &without);
   return n;
 }
 

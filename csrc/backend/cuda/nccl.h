@@ -35,6 +35,8 @@ struct Nccl {
   NcclResult (*window_register)(NcclComm, void*, size_t, NcclWindow*, int flags) = nullptr;
   NcclResult (*window_deregister)(NcclComm, NcclWindow) = nullptr;
   NcclResult (*peer_pointer)(NcclWindow, size_t offset, int peer, void**) = nullptr;
+  // May be null. Collective at its first call on a communicator, where it may create the multicast object.
+  NcclResult (*multicast_pointer)(NcclWindow, size_t offset, void**) = nullptr;
 
   std::string library;
   int version = 0;

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
+import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +43,19 @@ def load_extension() -> ModuleType:
         raise ImportError(
             f"tide_backend's compiled module does not load under torch {torch.__version__}: {error}; {remedy}"
         ) from error
+
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """Before the interpreter goes: tide's threads may still need it."""
+    for backend in list(_live):  # groups that nobody destroyed
+        backend._leave()
+    module = sys.modules.get("tide_backend._C")
+    if module is not None:
+        module._finish_callbacks(timedelta(seconds=10))
 
 
 def register() -> None:
@@ -93,6 +109,7 @@ def _create(opts: Any, pg_options: Any) -> Any:
     # gloo connects all pairs when it is made, so that happens here, where every rank is: a first use by two ranks
     # of four (send and recv) could not make it.
     backend.connect_inner("cpu")
+    _live.add(backend)
     env = _C.env()
     _C.set_nccl_candidates(nccl_candidates(env["nccl_library"]))
     if env["fsdp2"]:

@@ -1,5 +1,6 @@
 #include "backend.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -26,6 +27,25 @@ class StoreBootstrap : public Bootstrap {
     const auto bytes = store_->get(key);
     return {bytes.begin(), bytes.end()};
   }
+  std::string await(const std::string& key, const std::function<void()>& tick) override {
+    constexpr auto kSlice = std::chrono::milliseconds(200);
+    const auto end = Clock::now() + timeout_;
+    for (;;) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+      try {
+        store_->wait({key}, std::clamp(left, std::chrono::milliseconds(1), kSlice));
+      } catch (const c10::DistNetworkError&) {
+        throw;
+      } catch (const c10::Error&) {
+        if (Clock::now() >= end) {
+          throw std::runtime_error("no answer in the store within " + std::to_string(timeout_.count()) + " ms");
+        }
+        tick();
+        continue;
+      }
+      return get(key);
+    }
+  }
   bool has(const std::string& key) override { return store_->check({key}); }
 
  private:
@@ -33,13 +53,16 @@ class StoreBootstrap : public Bootstrap {
   std::chrono::milliseconds timeout_;
 };
 
-EngineOptions engine_options(const BackendOptions& options) {
+EngineOptions engine_options(const BackendOptions& options, std::function<void()> interrupted) {
   EngineOptions result;
   ShmOptions shm;
+  shm.interrupted = std::move(interrupted);
+  if (!options.shared_memory) {
+    shm.refusal = "shared memory is switched off (TIDE_SHARED_MEMORY=0 or Options.shared_memory)";
+  }
   shm.arena_bytes = options.arena_bytes;
   shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
-  result.connect = [shm, use = options.shared_memory](const Speaker& who, Bootstrap& bootstrap) -> Connection {
-    if (!use) return {nullptr, "shared memory is switched off (TIDE_SHARED_MEMORY=0 or Options.shared_memory)"};
+  result.connect = [shm](const Speaker& who, Bootstrap& bootstrap) -> Connection {
     ShmResult shared = connect_shm(who, bootstrap, shm);
     return {shared.transport, shared.reason};
   };
@@ -78,7 +101,7 @@ TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int si
   auto on_cpu = c10::make_intrusive<c10d::PrefixStore>("cpu/", store);
   auto on_cuda = c10::make_intrusive<c10d::PrefixStore>("cuda/", store);
   engine_ = std::make_shared<Engine>(who, std::make_shared<StoreBootstrap>(on_cpu, options_->timeout),
-                                     engine_options(*options_));
+                                     engine_options(*options_, interrupted_));
   cuda_bootstrap_ = std::make_shared<StoreBootstrap>(on_cuda, options_->timeout);
 }
 
@@ -90,6 +113,10 @@ TideBackend::~TideBackend() {
   // A forked child: threads, sockets and device memory belong to the parent. Dropped, never destroyed.
   cuda_.release();
   new std::map<c10::DeviceType, InnerPtr>(std::move(inner_));
+}
+
+void TideBackend::leave() {
+  if (owner_ == getpid()) engine_->shutdown();
 }
 
 CudaSide* TideBackend::cuda_side(at::Device device) {
@@ -173,6 +200,15 @@ at::Tensor TideBackend::repaired(const at::Tensor& tensor, Issue& issue) const {
   return issue.hold.back();
 }
 
+at::Tensor TideBackend::apart(at::Tensor input, const at::Tensor& output, const void* place, Issue& issue) const {
+  const auto* in = static_cast<const std::byte*>(input.const_data_ptr());
+  const auto* out = static_cast<const std::byte*>(output.const_data_ptr());
+  if (in == place || in + input.nbytes() <= out || out + output.nbytes() <= in) return input;
+  issue.repair_copies += 1;
+  issue.hold.push_back(input.clone());
+  return issue.hold.back();
+}
+
 at::Tensor TideBackend::repaired_output(at::Tensor& output, Issue& issue) const {
   if (output.is_contiguous()) {
     issue.hold.push_back(output);
@@ -214,6 +250,13 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   const bool to_inner = engine_->preselect(issue.call.request).path == Path::inner;
   const bool here = !issue.async || to_inner || !issue.call.problem.empty();
   auto work = c10::make_intrusive<Work>(getRank(), issue.op, issue.outputs, ticket, interrupted_);
+  if (issue.after && !here) {
+    // On the lane's thread, as the caller would: without gradients, in inference mode.
+    issue.after = [after = std::move(issue.after), state = at::ThreadLocalState()] {
+      const at::ThreadLocalStateGuard guard(state);
+      after();
+    };
+  }
   auto shared = std::make_shared<Issue>(std::move(issue));
   // The engine outlives the backend object while a call is under way.
   using Body = std::function<bool(const std::function<void()>& interrupted)>;
@@ -365,15 +408,19 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
                          (q.layout ? " and an input of " + std::to_string(q.layout->total_shard_numel()) +
                                          " (layout " + q.layout->describe() + ")"
                                    : " (input times " + std::to_string(q.world) + " ranks)") +
-                         "; resize the output";
+                         "; resize the output or the input";
   } else if (q.layout && q.layout->world() != q.world) {
     issue.call.problem = "the layout is for " + std::to_string(q.layout->world()) + " ranks; expected " +
                          std::to_string(q.world) + "; make it with the group's size";
   } else if (q.placed && !output.is_contiguous()) {
     issue.call.problem = "a placed shard needs a contiguous output; got strides that are not; pass a contiguous one";
   } else {
-    at::Tensor in = q.placed ? input : repaired(input, issue);
     at::Tensor out = repaired_output(output, issue);
+    at::Tensor in = input;
+    if (!q.placed) {
+      const auto* place = static_cast<const std::byte*>(out.const_data_ptr()) + q.rank * input.nbytes();
+      in = apart(repaired(input, issue), out, q.layout ? nullptr : place, issue);
+    }
     q.output_in_arena = in_arena(out);
     issue.call.buffers.inputs = {static_cast<const std::byte*>(q.placed ? nullptr : in.const_data_ptr())};
     issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
@@ -562,16 +609,18 @@ std::vector<int64_t> element_splits(const at::Tensor& t, const std::vector<int64
     return std::vector<int64_t>(static_cast<size_t>(world), rows / world * row);
   }
   int64_t sum = 0;
-  bool negative = false;
+  bool negative = false, wrapped = false;
   for (int64_t split : splits) {
-    sum += split;
+    int64_t elements = 0;
     negative = negative || split < 0;
-    result.push_back(split * row);
+    wrapped = wrapped || __builtin_add_overflow(sum, split, &sum) || __builtin_mul_overflow(split, row, &elements);
+    result.push_back(elements);
   }
-  if (static_cast<int>(splits.size()) != world || sum != rows || negative) {
+  if (static_cast<int>(splits.size()) != world || sum != rows || negative || wrapped) {
     problem = std::string(which) + "_split_sizes do not fit; got " + std::to_string(splits.size()) +
-              " sizes with sum " + std::to_string(sum) + (negative ? " and a negative one" : "") + " for " + shape(t) +
-              ", expected " + std::to_string(world) + " sizes with sum " + std::to_string(rows) + "; correct them";
+              (wrapped ? " sizes beyond what 64 bits hold" : " sizes with sum " + std::to_string(sum)) +
+              (negative ? " and a negative one" : "") + " for " + shape(t) + ", expected " + std::to_string(world) +
+              " sizes with sum " + std::to_string(rows) + "; correct them";
     return std::vector<int64_t>(static_cast<size_t>(world), 0);
   }
   return result;
@@ -605,8 +654,10 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
               ", expected the same; convert one of them";
   }
   if (problem.empty()) {
-    issue.call.buffers.inputs = {static_cast<const std::byte*>(repaired(input, issue).const_data_ptr())};
     at::Tensor out = repaired_output(output, issue);
+    // Peers write the output while the input is still being sent.
+    const at::Tensor in = apart(repaired(input, issue), out, nullptr, issue);
+    issue.call.buffers.inputs = {static_cast<const std::byte*>(in.const_data_ptr())};
     q.output_in_arena = in_arena(out);
     issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());

@@ -104,6 +104,8 @@ class TideBackend : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout);
   void abort();
   void shutdown();
+  // The process ends without having destroyed the group: the threads of its CPU calls end before the interpreter does.
+  void leave();
 
   // The arena, for the FSDP2 seam and for callers that want zero-copy outputs. slot() connects the group
   // (collective at the first call); nothing when there is no shared memory or no memory (`reason` says which).
@@ -149,6 +151,8 @@ class TideBackend : public c10d::Backend {
   Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
   at::Tensor repaired(const at::Tensor& tensor, Issue& issue) const;
   at::Tensor repaired_output(at::Tensor& output, Issue& issue) const;
+  // `input`, or a copy of it where it overlaps the output and does not lie at `place`, where it belongs.
+  at::Tensor apart(at::Tensor input, const at::Tensor& output, const void* place, Issue& issue) const;
   // `work` once more, remembered while calls are coalesced.
   c10::intrusive_ptr<c10d::Work> noted(c10::DeviceType device, c10::intrusive_ptr<c10d::Work> work);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds given) const;

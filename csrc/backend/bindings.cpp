@@ -9,6 +9,7 @@
 #include "plan_bindings.h"
 #include "repack/bindings.h"
 #include "slot_cast.h"
+#include "work.h"
 
 namespace py = pybind11;
 
@@ -168,6 +169,7 @@ void bind_backend(py::module_& m) {
       .def(
           "inner", [](TideBackend& self, const std::string& device) { return self.inner(c10::Device(device).type()); },
           NoGil())
+      .def("_leave", [](TideBackend& self) { self.leave(); }, NoGil())
       .def("records", &records)
       .def("totals", &totals)
       .def("reset_totals",
@@ -209,6 +211,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   tide::bind_backend(m);
   tide::bind_repack(m);
   m.attr("with_cuda_kernels") = tide::accumulate_launch() != nullptr;
+  m.def("_finish_callbacks", &tide::finish_callbacks, py::arg("longest"), py::call_guard<py::gil_scoped_release>());
   m.def("set_nccl_candidates", &tide::cuda::set_nccl_candidates);
   m.def("nccl", [] {
     const auto& nccl = tide::cuda::nccl();

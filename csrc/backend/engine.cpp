@@ -84,7 +84,14 @@ void Engine::connect() {
   std::lock_guard<std::mutex> once(connect_mutex_);
   if (connected()) return;
   Connection result;
-  if (who_.world > 1) result = options_.connect(who_, *bootstrap_);
+  raise_if_poisoned("connect");
+  try {
+    if (who_.world > 1) result = options_.connect(who_, *bootstrap_);
+  } catch (const std::exception& error) {
+    // Ranks that tried again one by one would pair calls that do not belong together.
+    poison(error.what());
+    throw;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   transport_ = result.transport;
   no_transport_ = result.reason;
@@ -308,7 +315,8 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     if (staged->window()) mine.window_offset = staged->window()->offset;
     // Where staging is not made yet, the records say whether anybody needs it.
     if (mine.lacks_window() && transport->provided(q.op)) {
-      mine.problem = "no memory for " + std::to_string(bytes) + " bytes of staging: " + why;
+      mine.problem = "no memory for " + std::to_string(bytes) + " bytes of staging: " + why +
+                     "; raise TIDE_ARENA_BYTES or lower TIDE_STAGING_BYTES";
     }
   };
   mine.output_in_arena = false;

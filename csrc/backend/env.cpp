@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 
@@ -11,6 +12,7 @@ namespace tide {
 
 namespace {
 
+constexpr int64_t kMostSeconds = 1000000;
 constexpr const char* kBuildVariable = "TIDE_CUDA";
 
 [[noreturn]] void bad(const EnvVariable& variable, const std::string& value) {
@@ -25,13 +27,14 @@ const EnvVariable& find(const char* name) {
   throw Error(ErrorKind::usage, std::string("tide: no such environment variable: ") + name);
 }
 
-int64_t number(const char* name, int64_t smallest) {
+int64_t number(const char* name, int64_t smallest, int64_t largest = INT64_MAX) {
   const EnvVariable& variable = find(name);
   const char* set = std::getenv(name);
   const std::string text = set ? set : variable.standard;
   char* end = nullptr;
+  errno = 0;
   const long long value = std::strtoll(text.c_str(), &end, 10);
-  if (text.empty() || *end != '\0' || value < smallest) bad(variable, text);
+  if (text.empty() || *end != '\0' || value < smallest || value > largest || errno == ERANGE) bad(variable, text);
   return value;
 }
 
@@ -68,7 +71,7 @@ const std::vector<EnvVariable>& env_table() {
        "0"},
       {"TIDE_STAGING_BYTES", "budget of one rank's staging window, whatever the number of ranks", "65536 or more",
        "4194304"},
-      {"TIDE_HANDSHAKE_SECONDS", "how long ranks that have all arrived may take to share memory", "1 or more", "20"},
+      {"TIDE_HANDSHAKE_SECONDS", "how long ranks that have all arrived may take to share memory", "1 to 1000000", "20"},
       {"TIDE_RECORDED_CALLS", "length of the ring of recent calls", "1 or more", "1000"},
       {"TIDE_SHARED_MEMORY", "0 hands every CPU collective to the inner backend", "0 or 1", "1"},
       {"TIDE_FSDP2", "0 leaves FSDP2 untouched; plain collectives still go through tide", "0 or 1", "1"},
@@ -98,7 +101,7 @@ Env read_env() {
   Env env{};
   env.arena_bytes = number("TIDE_ARENA_BYTES", 0);
   env.staging_bytes = number("TIDE_STAGING_BYTES", 65536);
-  env.handshake_seconds = number("TIDE_HANDSHAKE_SECONDS", 1);
+  env.handshake_seconds = number("TIDE_HANDSHAKE_SECONDS", 1, kMostSeconds);
   env.recorded_calls = number("TIDE_RECORDED_CALLS", 1);
   env.shared_memory = flag("TIDE_SHARED_MEMORY");
   env.fsdp2 = flag("TIDE_FSDP2");

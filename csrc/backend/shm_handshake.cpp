@@ -48,13 +48,26 @@ std::string list(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Handshake::Handshake(const Speaker& who, Bootstrap& bootstrap, std::chrono::milliseconds timeout)
-    : who_(who), bootstrap_(bootstrap), timeout_(timeout) {}
+Handshake::Handshake(const Speaker& who, Bootstrap& bootstrap, std::chrono::milliseconds timeout,
+                     std::function<void()> interrupted)
+    : who_(who), bootstrap_(bootstrap), timeout_(timeout), interrupted_(std::move(interrupted)) {}
 
-std::string Handshake::get(const std::string& key, int rank) const {
+std::string Handshake::get(const std::string& key, int rank, const Peer* peer) const {
+  bool gave_up = false;
+  const auto tick = [&] {
+    gave_up = true;
+    if (interrupted_) interrupted_();
+    if (peer && peer->pidfd && is_gone(peer->socket, peer->pidfd) && !bootstrap_.has(key)) {
+      fail(ErrorKind::peer, who_, "",
+           "rank " + std::to_string(rank) + " (pid " + std::to_string(peer->pid) +
+               ") died in the shared-memory handshake; look at that rank");
+    }
+    gave_up = false;
+  };
   try {
-    return bootstrap_.get(key);
+    return bootstrap_.await(key, tick);
   } catch (const std::exception& error) {
+    if (gave_up) throw;
     fail(ErrorKind::timeout, who_, "",
          "rank " + std::to_string(rank) +
              " did not take part in the shared-memory handshake; look at that rank, or "
@@ -253,7 +266,7 @@ void Handshake::pause(const std::vector<int>& descriptors, const std::vector<int
   fail(ErrorKind::timeout, who_, "", text.str() + "; look at " + list(missing) + ", or set a longer handshake timeout");
 }
 
-std::string Handshake::agree(const std::string& own_failure) {
+std::string Handshake::agree(const std::string& own_failure, const std::vector<Peer>& peers) {
   bootstrap_.set(outcome_key(who_.rank), own_failure.empty() ? "ok" : kFailed + own_failure);
   listener_.reset();
   for (int rank = 0; rank < who_.world; ++rank) {
@@ -261,7 +274,8 @@ std::string Handshake::agree(const std::string& own_failure) {
       if (!own_failure.empty()) return own_failure;
       continue;
     }
-    const std::string outcome = get(outcome_key(rank), rank);
+    const Peer* peer = peers.empty() ? nullptr : &peers[static_cast<size_t>(rank)];
+    const std::string outcome = get(outcome_key(rank), rank, peer);
     if (is_failure(outcome)) return failure_in(outcome);
   }
   return "";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -34,7 +35,9 @@ struct Peer {
 // reason, the same on all of them); a rank that does not come or answer breaks the group, which is an Error.
 class Handshake {
  public:
-  Handshake(const Speaker& who, Bootstrap& bootstrap, std::chrono::milliseconds timeout);
+  // `interrupted` is called while this rank waits for others, and throws to give up.
+  Handshake(const Speaker& who, Bootstrap& bootstrap, std::chrono::milliseconds timeout,
+            std::function<void()> interrupted);
 
   // Publishes how this rank can be reached, or why it cannot take part (`own_failure`, else empty), and reads
   // the same of all others. Returns why the group cannot share memory, or "" when it may go on.
@@ -43,7 +46,7 @@ class Handshake {
   // rank's own entry empty. Throws ShmUnavailable.
   std::vector<Peer> swap(const Offer& offer);
   // Publishes this rank's outcome ("" is success) and reads all of them: the lowest failed rank's, or "".
-  std::string agree(const std::string& own_failure);
+  std::string agree(const std::string& own_failure, const std::vector<Peer>& peers);
 
  private:
   struct Contact {
@@ -60,11 +63,13 @@ class Handshake {
   // Polls for up to 250 ms; gives up when a missing rank has failed or the deadline has passed.
   void pause(const std::vector<int>& descriptors, const std::vector<int>& missing, const std::string& step);
   [[noreturn]] void blame(int rank, const std::string& what) const;
-  std::string get(const std::string& key, int rank) const;
+  // `peer`: how to see that the rank dies meanwhile; null when this one does not know it yet.
+  std::string get(const std::string& key, int rank, const Peer* peer = nullptr) const;
 
   const Speaker who_;
   Bootstrap& bootstrap_;
   const std::chrono::milliseconds timeout_;
+  const std::function<void()> interrupted_;
   Clock::time_point deadline_;
   Fd listener_;
   Secret secret_{};

@@ -302,13 +302,14 @@ void ShmTransport::leave(RankState state, const std::string& reason) {
 }  // namespace
 
 ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions& options) {
-  Handshake handshake(who, bootstrap, options.handshake_timeout);
+  Handshake handshake(who, bootstrap, options.handshake_timeout, options.interrupted);
   const int64_t table_bytes = Table::bytes(who.world);
   Fd table_memfd;
   Segment table;
   std::shared_ptr<ShmArena> arena;
   std::string failure;
   try {
+    if (!options.refusal.empty()) throw ShmUnavailable(options.refusal);
     const int64_t wanted = options.arena_bytes > 0 ? options.arena_bytes : memory_bound();
     const int64_t arena_bytes = mappable_bytes(wanted, who.world);
     table_memfd = create_memfd("tide-table", table_bytes);
@@ -327,7 +328,7 @@ ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions
   } catch (const ShmUnavailable& error) {
     failure = error.what();
   }
-  if (std::string reason = handshake.agree(failure); !reason.empty()) return {nullptr, reason, nullptr};
+  if (std::string reason = handshake.agree(failure, peers); !reason.empty()) return {nullptr, reason, nullptr};
   auto transport = std::make_shared<ShmTransport>(who, std::move(table), std::move(arena), std::move(peers));
   return {transport, "", transport};
 }

@@ -2,6 +2,8 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <condition_variable>
+#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -11,6 +13,33 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 namespace {
 constexpr auto kTick = std::chrono::milliseconds(100);
+
+// Threads that run callbacks of futures. Never freed: they may outlive everything else.
+class Callbacks {
+ public:
+  static Callbacks& get() {
+    static auto* const callbacks = new Callbacks;
+    return *callbacks;
+  }
+  void begun() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++running_;
+  }
+  void done() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --running_;
+    none_.notify_all();
+  }
+  bool wait(std::chrono::milliseconds longest) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return none_.wait_for(lock, longest, [this] { return running_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable none_;
+  int running_ = 0;
+};
 
 void settle(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs, const std::exception_ptr& error) {
   if (error) {
@@ -39,13 +68,21 @@ void Work::finish_call(std::exception_ptr error) {
   finish(error);
   if (!future) return;
   // The lane's thread runs this; a callback that awaits a later call of the lane would keep it from ever starting.
-  auto complete = [future, error, outputs = outputs_] { settle(*future, outputs, error); };
+  auto complete = [future, error, outputs = outputs_]() mutable {
+    settle(*future, outputs, error);
+    future.reset();
+    outputs.clear();
+    Callbacks::get().done();
+  };
+  Callbacks::get().begun();
   try {
     std::thread(complete).detach();
   } catch (const std::system_error&) {
     complete();
   }
 }
+
+bool finish_callbacks(std::chrono::milliseconds longest) { return Callbacks::get().wait(longest); }
 
 FuturePtr Work::getFuture() {
   std::lock_guard<std::mutex> lock(future_mutex_);

@@ -197,11 +197,11 @@ UNITS = f"#{'':>7} {'':>10} {'(ms)':>8} {'(ms)':>8} {'(GiB)':>7} {'':>11} {'':>1
 def header(settings: Settings, machine: str) -> str:
     shape = SHAPES[settings.model]
     lines = (
-        f"fsdp2, {settings.layers} blocks of {settings.model} ({shape.parameters / 1e6:.1f} M parameters each), bf16 "
+        f"fsdp2, {settings.layers} blocks of {settings.model} ({shape.parameters:,} parameters each), bf16 "
         f"with fp32 reduction, {settings.ranks} ranks, {machine}",
         f"forward and backward without optimizer: median of {settings.repetitions} steps, slowest rank; every side in "
         "processes of its own",
-        "used: memory that the driver gave out on one GPU since the start",
+        "used: memory that the driver gave out on one GPU since the start (GPUs only)",
     )
     return "\n".join([*(f"# {text}" for text in lines), HEAD, UNITS])
 
@@ -237,8 +237,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
         for row in rows:
             if row["tokens"] == tokens:
                 steps.setdefault(row["side"], []).append(row["step_ms"])
+                if row["step_ms"] > 2 * row["least_ms"]:
+                    lines.append(f"# {tokens} tokens, {row['side']}: half of the steps took more than twice the least; "
+                                 "the machine was busy, and these figures are noise")
         tide = statistics.median(steps.pop("tide"))
         for side, values in steps.items():
             other = statistics.median(values)
-            lines.append(f"# {tokens} tokens: tide {tide:.1f} ms, {side} {other:.1f} ms: {1 - tide / other:+.1%} saved")
+            change = f"{1 - tide / other:.1%} less" if tide <= other else f"{tide / other:.2f} times as long"
+            lines.append(f"# {tokens} tokens: tide {tide:.1f} ms, {change} than {side}, {other:.1f} ms")
     return "\n".join(lines)

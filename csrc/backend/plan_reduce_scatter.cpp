@@ -37,9 +37,9 @@ std::vector<Piece> pieces(const Request& q, int owner, int64_t begin, int64_t en
     const int64_t valid = std::clamp<int64_t>(layout.valid_numel(p.parameter, owner) - p.within, 0, p.numel);
     const ElementType type = q.in_types.empty() ? ElementType::bytes : q.in_types[p.parameter];
     const int64_t itemsize = q.in_types.empty() ? q.itemsize : element_size(type);
-    const Address from = q.separate_inputs
-                             ? Address{Space::input, static_cast<int>(p.parameter), in_parameter * itemsize}
-                             : Address{Space::input, 0, (layout.gathered_offset(p.parameter) + in_parameter) * q.itemsize};
+    const Address from =
+        q.separate_inputs ? Address{Space::input, static_cast<int>(p.parameter), in_parameter * itemsize}
+                          : Address{Space::input, 0, (layout.gathered_offset(p.parameter) + in_parameter) * q.itemsize};
     if (valid > 0) result.push_back({from, p.shard_offset, valid, itemsize, type});
     if (valid < p.numel) result.push_back({{}, p.shard_offset + valid, p.numel - valid, itemsize});
   }

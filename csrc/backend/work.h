@@ -49,7 +49,8 @@ class GroupWork : public c10d::Work {
   std::vector<at::Tensor> outputs_;
 };
 
-// Waits until no thread runs a callback of a future any more, before the interpreter goes. False: `longest` was not enough.
+// Waits until no thread runs a callback of a future any more, before the interpreter goes. False: `longest` was not
+// enough.
 bool finish_callbacks(std::chrono::milliseconds longest);
 
 }  // namespace tide

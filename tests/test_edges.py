@@ -99,6 +99,7 @@ def interrupted_first_call(rank: int, world: int) -> float:
     if rank == 1:
         time.sleep(4)
         return 0.0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this with SIGINT ignored
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "shm_transport.h"
 #include "work.h"
@@ -27,24 +28,25 @@ class StoreBootstrap : public Bootstrap {
     const auto bytes = store_->get(key);
     return {bytes.begin(), bytes.end()};
   }
+  // Asks again and again: a wait of the store that is cut short warns each time.
   std::string await(const std::string& key, const std::function<void()>& tick) override {
-    constexpr auto kSlice = std::chrono::milliseconds(200);
+    constexpr std::chrono::microseconds kShortest(200), kLongest(20000);
     const auto end = Clock::now() + timeout_;
-    for (;;) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
-      try {
-        store_->wait({key}, std::clamp(left, std::chrono::milliseconds(1), kSlice));
-      } catch (const c10::DistNetworkError&) {
-        throw;
-      } catch (const c10::Error&) {
-        if (Clock::now() >= end) {
-          throw std::runtime_error("no answer in the store within " + std::to_string(timeout_.count()) + " ms");
-        }
-        tick();
-        continue;
+    auto pause = kShortest;
+    auto ticked = Clock::now();
+    while (!store_->check({key})) {
+      const auto now = Clock::now();
+      if (now >= end) {
+        throw std::runtime_error("no answer in the store within " + std::to_string(timeout_.count()) + " ms");
       }
-      return get(key);
+      if (now - ticked >= std::chrono::milliseconds(100)) {
+        tick();
+        ticked = now;
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, kLongest);
     }
+    return get(key);
   }
   bool has(const std::string& key) override { return store_->check({key}); }
 

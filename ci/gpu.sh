@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build, benchmark and tests on a machine with GPUs, in the Python that is active: `bash ci/gpu.sh [OUT]`. Every step
-# has a deadline, 11 minutes in all; results go to OUT (default: out/). Ranks share GPUs where there are fewer of them than
-# ranks; NCCL allows that from 2.30.3 on, so torch's own is replaced by TIDE_NCCL_LIBRARY for those tests.
+# has a deadline, some 11 minutes in all; results go to OUT (default: out/). Ranks share GPUs where there are fewer of
+# them than ranks; NCCL allows that from 2.30.3 on, so torch's own is replaced by TIDE_NCCL_LIBRARY for those tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out}

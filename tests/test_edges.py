@@ -149,3 +149,21 @@ def test_a_process_ends_with_its_own_status(end: str, tmp_path: Path) -> None:
         _, text = process.communicate(timeout=60)
         assert process.returncode == status, text
         assert "terminate called" not in text
+
+
+def test_a_forked_child_ends_at_once() -> None:
+    """A callback that runs while the process forks does not run in the child, which must not wait for it."""
+    program = (
+        "import os, sys, time, torch, torch.distributed as dist, tide_backend\n"
+        "dist.init_process_group('tide', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "work = dist.all_gather_into_tensor(torch.empty(4), torch.ones(4), async_op=True)\n"
+        "tide_backend._C._finish_callbacks = lambda longest: print('waited', flush=True)\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "print('parent', flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["parent", "waited"]

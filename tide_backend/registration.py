@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import os
 import sys
 import weakref
 from datetime import timedelta
@@ -46,11 +47,14 @@ def load_extension() -> ModuleType:
 
 
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
+_owner = os.getpid()
 
 
 @atexit.register
 def _leave() -> None:
-    """Before the interpreter goes: tide's threads may still need it."""
+    """Before the interpreter goes: tide's threads may still need it. A forked child has none of them."""
+    if os.getpid() != _owner:
+        return
     for backend in list(_live):  # groups that nobody destroyed
         backend._leave()
     module = sys.modules.get("tide_backend._C")

@@ -144,7 +144,8 @@ std::optional<std::string> mismatch(const std::vector<CallRecord>& records) {
   for (size_t r = 1; r < records.size(); ++r) {
     if (records[r].contract == records[0].contract) continue;
     return "ranks called with different arguments; got " + records[0].text + " on rank 0 and " + records[r].text +
-           " on rank " + std::to_string(r) + ", expected the same on every rank; pass equal sizes, dtypes, operations "
+           " on rank " + std::to_string(r) +
+           ", expected the same on every rank; pass equal sizes, dtypes, operations "
            "and layouts everywhere";
   }
   for (size_t from = 0; from < records.size(); ++from) {

@@ -11,8 +11,8 @@
 namespace tide {
 
 struct CallRecord {
-  std::string text;            // "all_gather bfloat16[4096]": for people, and for the journal
-  uint64_t contract = 0;       // hash of everything that must be the same on all ranks
+  std::string text;       // "all_gather bfloat16[4096]": for people, and for the journal
+  uint64_t contract = 0;  // hash of everything that must be the same on all ranks
   // Hash of the types of separate inputs. Not in the contract: a gradient may be fp32 on a rank that accumulated it and
   // bf16 on one that did not, and such a call is right.
   uint64_t input_types = 0;
@@ -21,7 +21,7 @@ struct CallRecord {
   bool output_in_arena = false;
   int64_t staging_bytes = 0;  // ranks that cut chunks differently would read the wrong bytes
   int64_t plain_bytes = 0;    // ranks that differ would not meet at calls of sizes in between
-  std::string problem;  // why this rank cannot take part ("no memory for ..."); empty: it can
+  std::string problem;        // why this rank cannot take part ("no memory for ..."); empty: it can
   std::vector<int64_t> in_splits, out_splits;
 
   // Whether there is something that peers may write; a rank of an all-to-all may receive nothing.

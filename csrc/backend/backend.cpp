@@ -3,11 +3,11 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <unistd.h>
 
 #include <algorithm>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "shm_transport.h"
 #include "work.h"
@@ -165,8 +165,8 @@ const TideBackend::InnerPtr& TideBackend::inner(c10::DeviceType device) {
   std::lock_guard<std::mutex> lock(inner_mutex_);
   InnerPtr& backend = inner_[device];
   if (!backend) {
-    backend = make_inner_(c10::DeviceTypeName(device, /*lower_case=*/true), store_, getRank(), getSize(),
-                          options_->timeout);
+    backend =
+        make_inner_(c10::DeviceTypeName(device, /*lower_case=*/true), store_, getRank(), getSize(), options_->timeout);
     if (bound_device_id_ && bound_device_id_->type() == device) backend->setBoundDeviceId(bound_device_id_);
   }
   if (coalescing_ && backend->supportsCoalescing() &&
@@ -407,8 +407,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
   } else if (output.numel() != expected || (q.layout && q.layout->total_shard_numel() != q.numel)) {
     issue.call.problem = "sizes do not fit; got input " + shape(input) + " and output " + shape(output) +
                          ", expected an output of " + std::to_string(expected) + " elements" +
-                         (q.layout ? " and an input of " + std::to_string(q.layout->total_shard_numel()) +
-                                         " (layout " + q.layout->describe() + ")"
+                         (q.layout ? " and an input of " + std::to_string(q.layout->total_shard_numel()) + " (layout " +
+                                         q.layout->describe() + ")"
                                    : " (input times " + std::to_string(q.world) + " ranks)") +
                          "; resize the output or the input";
   } else if (q.layout && q.layout->world() != q.world) {
@@ -541,8 +541,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   } else if (applied && op != Reduction::sum) {
     problem = std::string("a layout with ") + to_string(op) + "; expected SUM, AVG or PREMUL_SUM; pack the input";
   } else if (q.layout && q.layout->world() != q.world) {
-    problem = "the layout is for " + std::to_string(q.layout->world()) + " ranks; expected " +
-              std::to_string(q.world) + "; make it with the group's size";
+    problem = "the layout is for " + std::to_string(q.layout->world()) + " ranks; expected " + std::to_string(q.world) +
+              "; make it with the group's size";
   } else if (input.numel() != expected || (q.layout && q.layout->total_shard_numel() != q.numel)) {
     problem = "sizes do not fit; got input " + shape(input) + " and output " + shape(output) +
               ", expected an input of " + std::to_string(expected) + " elements" +

@@ -5,11 +5,10 @@
 // every supported version.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <functional>
 #include <map>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "backend_cuda.h"
 #include "engine.h"
@@ -64,10 +63,9 @@ class TideBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
                                                      std::vector<at::Tensor>& inputs,
                                                      const c10d::AllgatherOptions& o) override;
-  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
-                                        std::vector<at::Tensor>& inputs, const c10d::GatherOptions& o) override;
-  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
-                                         std::vector<std::vector<at::Tensor>>& inputs,
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& o) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
                                          const c10d::ScatterOptions& o) override;
   c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
                                                 std::vector<std::vector<at::Tensor>>& inputs,
@@ -126,9 +124,9 @@ class TideBackend : public c10d::Backend {
   // What one call needs beyond its plan.
   struct Issue {
     CollectiveCall call;
-    std::vector<at::Tensor> hold;     // everything the call reads or writes
-    std::vector<at::Tensor> outputs;  // result of the Work
-    std::function<void()> after;      // once the data is there (copy back of a repaired output)
+    std::vector<at::Tensor> hold;                           // everything the call reads or writes
+    std::vector<at::Tensor> outputs;                        // result of the Work
+    std::function<void()> after;                            // once the data is there (copy back of a repaired output)
     std::function<c10::intrusive_ptr<c10d::Work>()> inner;  // the same call on the inner backend
     c10d::OpType op = c10d::OpType::UNKNOWN;
     bool async = false;
@@ -167,8 +165,8 @@ class TideBackend : public c10d::Backend {
   Interrupted interrupted_;
   std::mutex inner_mutex_;
   std::map<c10::DeviceType, InnerPtr> inner_;
-  bool coalescing_ = false;                        // with inner_mutex_, as the next two
-  std::vector<InnerPtr> coalescing_inner_;         // inner backends that coalesce until endCoalescing
+  bool coalescing_ = false;                 // with inner_mutex_, as the next two
+  std::vector<InnerPtr> coalescing_inner_;  // inner backends that coalesce until endCoalescing
   std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;
   // PyTorch splits once per device type; both get the same child. By group name.
   std::map<std::string, c10::weak_intrusive_ptr<c10d::Backend>> children_;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <c10/core/Event.h>
+
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "cuda/cuda_transport.h"

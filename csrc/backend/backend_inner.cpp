@@ -104,8 +104,8 @@ WorkPtr TideBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs, st
   return noted(device, inner(device)->allgather(outputs, inputs, o));
 }
 
-WorkPtr TideBackend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
-                                         std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& o) {
+WorkPtr TideBackend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                         const c10d::AllgatherOptions& o) {
   check_usable("all_gather");
   const auto device = device_of(outputs, inputs);
   return noted(device, inner(device)->allgather_coalesced(outputs, inputs, o));

@@ -1,4 +1,6 @@
 // Python module tide_backend._C.
+#include "repack/bindings.h"
+
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
@@ -7,7 +9,6 @@
 #include "../kernels/accumulate_cuda.h"
 #include "backend.h"
 #include "plan_bindings.h"
-#include "repack/bindings.h"
 #include "slot_cast.h"
 #include "work.h"
 
@@ -169,7 +170,8 @@ void bind_backend(py::module_& m) {
       .def(
           "inner", [](TideBackend& self, const std::string& device) { return self.inner(c10::Device(device).type()); },
           NoGil())
-      .def("_leave", [](TideBackend& self) { self.leave(); }, NoGil())
+      .def(
+          "_leave", [](TideBackend& self) { self.leave(); }, NoGil())
       .def("records", &records)
       .def("totals", &totals)
       .def("reset_totals",
@@ -192,8 +194,8 @@ void bind_layout(py::module_& m) {
         applied.label = std::move(label);
         LayoutTable::global().put(tensor, std::move(applied));
       },
-      py::arg("tensor"), py::arg("layout"), py::kw_only(), py::arg("tensors") = std::nullopt,
-      py::arg("placed") = false, py::arg("label") = "");
+      py::arg("tensor"), py::arg("layout"), py::kw_only(), py::arg("tensors") = std::nullopt, py::arg("placed") = false,
+      py::arg("label") = "");
   m.def("repoint", &repoint, py::arg("tensor"), py::arg("base"), py::arg("byte_offset"), py::arg("nbytes"));
   m.def("cast_into_slot", &cast_into_slot, py::arg("to"), py::arg("sources"), py::arg("ctas"),
         py::call_guard<py::gil_scoped_release>());

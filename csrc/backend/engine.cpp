@@ -36,8 +36,15 @@ std::string plan_key(const Request& q, Path path) {
   std::string key;
   auto put = [&key](const void* data, size_t bytes) { key.append(static_cast<const char*>(data), bytes); };
   const uint64_t hash = q.layout ? q.layout->hash() : 0;
-  const int64_t words[] = {static_cast<int64_t>(q.op), static_cast<int64_t>(path), q.numel, q.itemsize,
-                           q.out_itemsize, q.placed, q.separate_inputs, q.multicast, static_cast<int64_t>(q.in_type),
+  const int64_t words[] = {static_cast<int64_t>(q.op),
+                           static_cast<int64_t>(path),
+                           q.numel,
+                           q.itemsize,
+                           q.out_itemsize,
+                           q.placed,
+                           q.separate_inputs,
+                           q.multicast,
+                           static_cast<int64_t>(q.in_type),
                            static_cast<int64_t>(q.layout != nullptr)};
   put(words, sizeof words);
   put(&hash, sizeof hash);

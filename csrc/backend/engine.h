@@ -107,8 +107,8 @@ class Engine {
   std::array<uint64_t, kChannels> exchanges_{};
   Recorder recorder_;
 
-  std::mutex connect_mutex_;       // held across the handshake
-  mutable std::mutex mutex_;       // guards what follows; never held across a wait
+  std::mutex connect_mutex_;  // held across the handshake
+  mutable std::mutex mutex_;  // guards what follows; never held across a wait
   bool connected_ = false;
   bool plain_slots_ = false;
   std::shared_ptr<Transport> transport_;

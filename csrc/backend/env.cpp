@@ -82,8 +82,10 @@ const std::vector<EnvVariable>& env_table() {
        "268435456"},
       {"TIDE_SLOT_REUSE",
        "1: staging in device memory lies in slots that reshard has vacated, where one is large enough", "0 or 1", "0"},
-      {"TIDE_MULTICAST", "1: CUDA all-gathers into memory of the group write to all ranks at once through NVSwitch, "
-       "where NCCL can; not yet run on hardware", "0 or 1", "0"},
+      {"TIDE_MULTICAST",
+       "1: CUDA all-gathers into memory of the group write to all ranks at once through NVSwitch, "
+       "where NCCL can; not yet run on hardware",
+       "0 or 1", "0"},
       {"TIDE_ACCUMULATE_CTAS", "most thread blocks of one addition, cast or copy on a GPU", "1 or more", "132"},
       {"TIDE_CUDA_PLAIN_BYTES",
        "CUDA calls without a layout of fewer bytes, over all ranks, go to nccl; 0 also stages all-to-alls", "0 or more",

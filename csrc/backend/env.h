@@ -19,20 +19,20 @@ const std::vector<EnvVariable>& env_table();
 
 // Values as read when a group is made; immutable afterwards.
 struct Env {
-  int64_t arena_bytes;        // TIDE_ARENA_BYTES
-  int64_t staging_bytes;      // TIDE_STAGING_BYTES
-  int64_t handshake_seconds;  // TIDE_HANDSHAKE_SECONDS
-  int64_t recorded_calls;     // TIDE_RECORDED_CALLS
-  bool shared_memory;         // TIDE_SHARED_MEMORY
-  bool fsdp2;                 // TIDE_FSDP2
-  bool cuda;                  // TIDE_CUDA_TRANSPORT
-  std::string nccl_library;   // TIDE_NCCL_LIBRARY
+  int64_t arena_bytes;         // TIDE_ARENA_BYTES
+  int64_t staging_bytes;       // TIDE_STAGING_BYTES
+  int64_t handshake_seconds;   // TIDE_HANDSHAKE_SECONDS
+  int64_t recorded_calls;      // TIDE_RECORDED_CALLS
+  bool shared_memory;          // TIDE_SHARED_MEMORY
+  bool fsdp2;                  // TIDE_FSDP2
+  bool cuda;                   // TIDE_CUDA_TRANSPORT
+  std::string nccl_library;    // TIDE_NCCL_LIBRARY
   int64_t cuda_staging_bytes;  // TIDE_CUDA_STAGING_BYTES
   bool slot_reuse;             // TIDE_SLOT_REUSE
   bool multicast;              // TIDE_MULTICAST
-  int64_t accumulate_ctas;    // TIDE_ACCUMULATE_CTAS
-  int64_t cuda_plain_bytes;   // TIDE_CUDA_PLAIN_BYTES
-  bool raise_on_timeout;      // TIDE_RAISE_ON_TIMEOUT
+  int64_t accumulate_ctas;     // TIDE_ACCUMULATE_CTAS
+  int64_t cuda_plain_bytes;    // TIDE_CUDA_PLAIN_BYTES
+  bool raise_on_timeout;       // TIDE_RAISE_ON_TIMEOUT
 };
 
 // Throws Error(usage) naming the variable for a value that is not allowed, and for a TIDE_* variable that does

@@ -53,8 +53,8 @@ c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tens
     for (size_t i = 0; i < layout.parameters(); ++i) {
       const int64_t n = layout.shard_numel(i);
       at::Tensor column = packed.narrow(1, layout.shard_offset(i), n);
-      at::Tensor whole = applied->separate ? flat(applied->tensors[i])
-                                           : flat(input).narrow(0, layout.gathered_offset(i), world * n);
+      at::Tensor whole =
+          applied->separate ? flat(applied->tensors[i]) : flat(input).narrow(0, layout.gathered_offset(i), world * n);
       for (int64_t r = 0; r < world; ++r) {
         const int64_t valid = layout.valid_numel(i, static_cast<int>(r));
         if (valid > 0) column.select(0, r).narrow(0, 0, valid).copy_(whole.narrow(0, r * n, valid));

@@ -58,8 +58,9 @@ void repoint(const at::Tensor& tensor, const at::Tensor& base, int64_t offset, i
                                       base.device().str() + "; expected the same device");
   }
   auto* keep = new c10::Storage(base.storage());
-  c10::DataPtr pointer(static_cast<std::byte*>(base.storage().mutable_data()) + offset, keep,
-                       [](void* context) { delete static_cast<c10::Storage*>(context); }, base.device());
+  c10::DataPtr pointer(
+      static_cast<std::byte*>(base.storage().mutable_data()) + offset, keep,
+      [](void* context) { delete static_cast<c10::Storage*>(context); }, base.device());
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(pointer));
   storage->set_nbytes(static_cast<size_t>(bytes));

@@ -139,11 +139,11 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
 
 void bind_plans(py::module_& m) {
   py::class_<ParameterLayout, std::shared_ptr<ParameterLayout>>(m, "ParameterLayout")
-      .def(py::init([](int world, std::vector<int64_t> shards, std::optional<std::vector<int64_t>> numels,
-                       int64_t align) {
-             return std::make_shared<ParameterLayout>(world, std::move(shards),
-                                                      numels ? std::move(*numels) : std::vector<int64_t>{}, align);
-           }),
+      .def(py::init(
+               [](int world, std::vector<int64_t> shards, std::optional<std::vector<int64_t>> numels, int64_t align) {
+                 return std::make_shared<ParameterLayout>(world, std::move(shards),
+                                                          numels ? std::move(*numels) : std::vector<int64_t>{}, align);
+               }),
            py::arg("world_size"), py::arg("shard_numels"), py::arg("numels") = std::nullopt, py::arg("align") = 1)
       .def_property_readonly("world_size", &ParameterLayout::world)
       .def_property_readonly("align", &ParameterLayout::align)

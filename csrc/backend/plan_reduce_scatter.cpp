@@ -66,8 +66,7 @@ Plan plan_reduce_scatter(const Request& q, Path path, const Staging& staging) {
       if (p.from.space == Space::none) {
         plan.fill(to, p.numel * q.out_itemsize);
       } else {
-        plan.accumulate(p.from, buffer(k) + (p.offset - begin) * q.itemsize, stride, to, p.numel * p.itemsize,
-                        p.type);
+        plan.accumulate(p.from, buffer(k) + (p.offset - begin) * q.itemsize, stride, to, p.numel * p.itemsize, p.type);
       }
     }
   };

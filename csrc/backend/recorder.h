@@ -24,7 +24,7 @@ struct Call {
   std::string reason;
   std::string label;
   std::string text;
-  int64_t bytes = 0;         // of the gathered, or not yet scattered, buffer
+  int64_t bytes = 0;          // of the gathered, or not yet scattered, buffer
   int64_t repair_copies = 0;  // tensors copied because they were not contiguous
   CallState state = CallState::waiting;
   double started = 0, finished = 0;  // seconds, steady clock

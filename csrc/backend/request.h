@@ -17,8 +17,8 @@ struct Request {
   ElementType in_type = ElementType::bytes;   // bytes: moves without looking inside
   ElementType out_type = ElementType::bytes;  // differs from in_type only for bf16 -> fp32 reduce-scatter
   int scalar_type = 0;  // the caller's dtype as a number (separate inputs: the output's), for agreement only
-  std::string type_name = "bytes";            // and as text, for people: "bfloat16", "bfloat16 -> float32"
-  int64_t itemsize = 1;                       // bytes of one input element
+  std::string type_name = "bytes";  // and as text, for people: "bfloat16", "bfloat16 -> float32"
+  int64_t itemsize = 1;             // bytes of one input element
   int64_t out_itemsize = 1;
   int64_t numel = 0;  // elements of one shard: all-gather input, reduce-scatter output; all-to-all: whole input
 

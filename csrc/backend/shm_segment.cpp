@@ -32,7 +32,7 @@ Fd create_memfd(const std::string& name, int64_t bytes) {
 }
 
 Segment::Segment(const Fd& memfd, int64_t bytes) : bytes_(bytes) {
-  struct stat status {};
+  struct stat status{};
   if (fstat(memfd.get(), &status) != 0) throw ShmUnavailable(errno_text("fstat of a memfd", errno));
   const int seals = fcntl(memfd.get(), F_GET_SEALS);
   if (status.st_size < bytes || seals < 0 || (seals & F_SEAL_SHRINK) == 0)

@@ -19,7 +19,7 @@ namespace tide {
 struct ShmOptions {
   int64_t arena_bytes = 0;  // upper bound of one rank's arena; 0: chosen from the memory of the machine / cgroup
   std::chrono::milliseconds handshake_timeout{20000};
-  std::string refusal = "";  // why this rank will not share memory; all of them then hear of it
+  std::string refusal = "";                     // why this rank will not share memory; all of them then hear of it
   std::function<void()> interrupted = nullptr;  // called while ranks wait for each other; throws to give up
 };
 

@@ -48,14 +48,11 @@ void settle(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
     future.markCompleted(c10::IValue(outputs));
   }
 }
-}
+}  // namespace
 
 Work::Work(int rank, c10d::OpType op, std::vector<at::Tensor> outputs, uint64_t sequence,
            std::function<void()> interrupted)
-    : c10d::Work(rank, op),
-      outputs_(std::move(outputs)),
-      sequence_(sequence),
-      interrupted_(std::move(interrupted)) {}
+    : c10d::Work(rank, op), outputs_(std::move(outputs)), sequence_(sequence), interrupted_(std::move(interrupted)) {}
 
 void Work::finish_call(std::exception_ptr error) {
   FuturePtr future;
@@ -146,8 +143,8 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
-  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(
-      c10::ListType::create(c10::TensorType::get())));
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+      c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
   for (const auto& work : works_) futures.push_back(work->getFuture());
   auto joined = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   c10::collectAll(futures)->addCallback([joined, outputs = outputs_](c10::ivalue::Future& all) {

@@ -1,9 +1,8 @@
 // The handle of one collective that tide carries. CPU: complete when the data is there.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <functional>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace tide {
 

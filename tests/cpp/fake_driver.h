@@ -75,10 +75,10 @@ class FakeDriver {
   bool merged = false;      // all streams share one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1
   bool has_batches = true;  // false: a driver older than 12.8
   bool has_memory_operations = true;
-  bool has_placing = true;           // false: a build without kernels
-  int jitter_us = 0;                 // longest pause before a job
-  std::map<std::string, int> fails;  // the how-manieth next call of that name fails, with 719
-  std::atomic<int> device_error{0};  // what the device has come to: every query says so
+  bool has_placing = true;            // false: a build without kernels
+  int jitter_us = 0;                  // longest pause before a job
+  std::map<std::string, int> fails;   // the how-manieth next call of that name fails, with 719
+  std::atomic<int> device_error{0};   // what the device has come to: every query says so
   std::atomic<bool> captured{false};  // some thread captures a graph, in the strictest mode
 
   // What tests read.

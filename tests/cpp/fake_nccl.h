@@ -18,14 +18,14 @@ namespace tide::test {
 class FakeNccl {
  public:
   // What tests set, per rank.
-  std::set<int> failing_allocations;   // by number, from 1
+  std::set<int> failing_allocations;    // by number, from 1
   std::set<int> failing_registrations;  // after every rank has come: the others succeed
-  bool no_windows = false;             // success, and no window: GPUs that cannot reach each other
-  int no_address_for = -1;             // this rank's memory cannot be addressed
+  bool no_windows = false;              // success, and no window: GPUs that cannot reach each other
+  int no_address_for = -1;              // this rank's memory cannot be addressed
   bool no_start = false;
-  bool has_multicast = true;           // false: a library without the call
-  bool no_multicast = false;           // success, and no address: NVLS is off
-  std::set<int> failing_multicasts;    // by number of the window, from 1; after every rank has come
+  bool has_multicast = true;         // false: a library without the call
+  bool no_multicast = false;         // success, and no address: NVLS is off
+  std::set<int> failing_multicasts;  // by number of the window, from 1; after every rank has come
 
   // What tests read: what is there now.
   std::atomic<int> allocations{0}, windows{0}, communicators{0};

@@ -249,8 +249,9 @@ void library_without_it() {
 }
 
 void asked_by_some() {
-  refused(3, "got TIDE_MULTICAST=1 on rank 0 and 0 on rank 1, expected the same on every rank; set it alike everywhere",
-          [](int) {}, 1);
+  refused(
+      3, "got TIDE_MULTICAST=1 on rank 0 and 0 on rank 1, expected the same on every rank; set it alike everywhere",
+      [](int) {}, 1);
 }
 
 // NCCL has no multicast on one rank, or fails there for one segment: every rank does without it in that segment.

@@ -1,11 +1,10 @@
 // The tables of driver and NCCL functions. `test_cuda_tables CASE [LIBRARIES...]`; the libraries are stand-ins that the
 // Python test has compiled: old, incomplete, wrong and good.
-#include "../../csrc/backend/cuda/nccl.h"
-
 #include <dlfcn.h>
 
 #include <map>
 
+#include "../../csrc/backend/cuda/nccl.h"
 #include "ranks.h"
 
 namespace tide::test {

@@ -12,7 +12,7 @@ namespace {
 
 // Stream waits compare as signed 64-bit numbers, cyclically: UINT64_MAX would be -1, below everything.
 constexpr uint64_t kReleased = INT64_MAX;
-constexpr int kPushPriority = -1;  // high, as the channels' own streams
+constexpr int kPushPriority = -1;         // high, as the channels' own streams
 constexpr size_t kLongestProblem = 1500;  // bytes; a record also holds more than that
 
 DevicePtr device(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
@@ -221,8 +221,7 @@ bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait&
     any = any || all[r] == what + kGrow;
     if (all[r] == what + kGrow || all[r] == what + kFits) continue;
     fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
-         "ranks asked for different memory; got " + what + " here and " + all[r] + " on rank " +
-             std::to_string(r) +
+         "ranks asked for different memory; got " + what + " here and " + all[r] + " on rank " + std::to_string(r) +
              ", expected the same; shard the same parameters, or ask in the same order, on every "
              "rank");
   }
@@ -322,9 +321,9 @@ bool CudaTransport::provided(Channel channel) {
 
 std::string CudaTransport::provide(Channel channel, const Wait& wait) {
   std::optional<Window> segment;
-  ask_together(std::string("staging of ") + to_string(channel) + ", " + std::to_string(options_.staging_bytes) +
-                   " bytes",
-               true, wait);
+  ask_together(
+      std::string("staging of ") + to_string(channel) + ", " + std::to_string(options_.staging_bytes) + " bytes", true,
+      wait);
   const std::string why = grow(options_.staging_bytes, wait, &segment);
   if (!why.empty()) return why;
   std::lock_guard<std::mutex> lock(staging_mutex_);

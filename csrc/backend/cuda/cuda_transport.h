@@ -47,7 +47,7 @@ struct CudaOptions {
   // Makes room on the device after an allocation failed, which is then tried once more. May be null.
   std::function<void()> free_cached_memory;
   std::chrono::milliseconds timeout{600000};  // of NCCL's own start and registrations
-  int accumulate_ctas = 1;                   // also of copies within the device
+  int accumulate_ctas = 1;                    // also of copies within the device
 };
 
 struct CudaResult {

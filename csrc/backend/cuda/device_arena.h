@@ -83,7 +83,7 @@ class DeviceArena : public Arena {
   };
   static void drop(Pending& pending);
   const Segment* segment_of(int64_t offset, int64_t bytes) const;  // with the lock held
-  void collect_finished();  // with the lock held
+  void collect_finished();                                         // with the lock held
 
   const int rank_, world_;
   const ForkGuard guard_;

@@ -41,9 +41,8 @@ struct Change {
 
 // `full` and `other` list items of the two bins, heaviest first. The ideal transfer is half the difference of
 // loads.
-void best_change(const std::vector<int64_t>& weights, const std::vector<int>& full,
-                 const std::vector<int>& other, int64_t full_load, int64_t other_load, int bin,
-                 Change& best) {
+void best_change(const std::vector<int64_t>& weights, const std::vector<int>& full, const std::vector<int>& other,
+                 int64_t full_load, int64_t other_load, int bin, Change& best) {
   auto consider = [&](int give, int take) {
     const int64_t moved = weights[give] - (take < 0 ? 0 : weights[take]);
     const int64_t result = std::max(full_load - moved, other_load + moved);

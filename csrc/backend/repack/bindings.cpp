@@ -139,9 +139,8 @@ py::dict solve_bound(const Lengths& lengths, std::vector<ClassTuple> tuples, con
 
 void bind_repack(py::module_& m) {
   py::module_ sub = m.def_submodule("repack", "Solver of layerwise repacking; see tide_backend.repack.solve");
-  sub.def("solve", &solve_bound, py::arg("lengths"), py::arg("classes"), py::arg("sync"),
-          py::arg("membership"), py::arg("guard"), py::arg("spill"), py::arg("slack"), py::arg("max_rows"),
-          py::arg("max_parent_tokens"));
+  sub.def("solve", &solve_bound, py::arg("lengths"), py::arg("classes"), py::arg("sync"), py::arg("membership"),
+          py::arg("guard"), py::arg("spill"), py::arg("slack"), py::arg("max_rows"), py::arg("max_parent_tokens"));
   sub.def(
       "balance", [](const std::vector<int64_t>& weights, int bins) { return balance(weights, bins).bin_of; },
       py::arg("weights"), py::arg("bins"), "Bin of each weight; weights sorted, heaviest first.");

@@ -60,17 +60,15 @@ double wasted_bound(const Lengths& lengths, const Shape& shape, const ParentCost
   const auto longest = static_cast<double>(lengths[0]);
   const double cheapest = std::min(costs.row, costs.even_row);
   const double shared = costs.square * sum.square.back() + cheapest * sum.length.back() / shape.width;
-  auto packed_us = [&](double tokens) {
-    return costs.row * std::max(longest / shape.unit, tokens / shape.width);
-  };
+  auto packed_us = [&](double tokens) { return costs.row * std::max(longest / shape.unit, tokens / shape.width); };
   auto even_us = [&](double tokens) { return costs.even_row * tokens / shape.width; };
   double least = std::numeric_limits<double>::infinity();
   double tokens = longest, squares = longest * longest;
   for (size_t i = lengths.size(); i-- > 0;) {
     const double next = i > 0 ? tokens + static_cast<double>(lengths[i]) : tokens;
     const double own = costs.square * squares + std::min(packed_us(tokens), even_us(tokens));
-    const double excess = std::min(packed_us(next) - cheapest * next / shape.width,
-                                   even_us(tokens) - cheapest * tokens / shape.width);
+    const double excess =
+        std::min(packed_us(next) - cheapest * next / shape.width, even_us(tokens) - cheapest * tokens / shape.width);
     least = std::min(least, std::max(own, (shared + excess) / shape.count));
     if (own >= least) break;  // it only grows
     squares += (next - tokens) * (next - tokens);
@@ -93,17 +91,16 @@ double step_bound(const Lengths& lengths, const Shape& shape, const ParentCosts&
   auto even = [&](double tokens) { return std::min(costs.row, costs.even_row) * tokens / shape.width; };
   double bound = (costs.square * sum.square.back() + even(sum.length.back())) / shape.count;
   const auto longest = static_cast<double>(lengths[0]);
-  bound = std::max(
-      bound, costs.square * longest * longest + rows_us(costs, longest / shape.unit, longest / shape.width));
+  bound =
+      std::max(bound, costs.square * longest * longest + rows_us(costs, longest / shape.unit, longest / shape.width));
   bound = std::max(bound, wasted_bound(lengths, shape, costs, sum));
   for (size_t k = 1; k * m < lengths.size(); ++k) {
     const size_t first = k * m - k, last = k * m + 1;  // some parent holds k+1 of these or longer ones
     const double tokens = sum.length[last] - sum.length[first];
-    const double stacked =
-        static_cast<double>(lengths[k * m]) * static_cast<double>((k + shape.units) / shape.units);
+    const double stacked = static_cast<double>(lengths[k * m]) * static_cast<double>((k + shape.units) / shape.units);
     const double packed = std::max(tokens / shape.width, stacked / shape.unit);
-    bound = std::max(bound, costs.square * (sum.square[last] - sum.square[first]) +
-                                rows_us(costs, packed, tokens / shape.width));
+    bound = std::max(
+        bound, costs.square * (sum.square[last] - sum.square[first]) + rows_us(costs, packed, tokens / shape.width));
   }
   return bound;
 }

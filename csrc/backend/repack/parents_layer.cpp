@@ -185,8 +185,7 @@ class LayerSpread {
       const auto first = state.loads.begin() + static_cast<std::ptrdiff_t>(g) * units_;
       const auto fullest = static_cast<double>(*std::max_element(first, first + units_));
       const double packed = problem_.costs.row * fullest / problem_.shape.unit;
-      rows =
-          std::max(rows, std::min(packed, problem_.costs.even_row * state.tokens[g] / problem_.shape.width));
+      rows = std::max(rows, std::min(packed, problem_.costs.even_row * state.tokens[g] / problem_.shape.width));
     }
     return problem_.costs.square * *std::max_element(state.squares.begin(), state.squares.end()) + rows;
   }

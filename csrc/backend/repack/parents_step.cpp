@@ -56,8 +56,7 @@ class Repair {
     }
     const auto fullest = static_cast<double>(balance(lengths, problem_.shape.units).heaviest());
     const double packed = problem_.costs.row * fullest / problem_.shape.unit;
-    return problem_.costs.square * squares +
-           std::min(packed, problem_.costs.even_row * tokens / problem_.shape.width);
+    return problem_.costs.square * squares + std::min(packed, problem_.costs.even_row * tokens / problem_.shape.width);
   }
 
   bool fits(const std::vector<int>& samples) const {
@@ -124,8 +123,7 @@ class Repair {
     insert(theirs, given);
     const double my_cost = cost(mine);
     const double their_cost = cost(theirs);
-    if (std::max(my_cost, their_cost) >= cost_[worst] * (1 - 1e-9) || !fits(theirs) || !fits(mine))
-      return false;
+    if (std::max(my_cost, their_cost) >= cost_[worst] * (1 - 1e-9) || !fits(theirs) || !fits(mine)) return false;
     members_[worst] = std::move(mine);
     members_[change.partner] = std::move(theirs);
     cost_[worst] = my_cost;

@@ -32,8 +32,8 @@ inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + diviso
 
 // Microseconds of one period (the full and the sparse layers that repeat), forward and backward.
 struct Costs {
-  double attention = 0;  // per squared token, divided by W in a parent
-  double full = 0;       // per row: full layers, linear work and exchange over the parent
+  double attention = 0;                       // per squared token, divided by W in a parent
+  double full = 0;                            // per row: full layers, linear work and exchange over the parent
   std::array<double, kChildWidths> sparse{};  // per row: sparse layers in a child of width 1, 2, 4, 8
   double spread = 0;                          // per row: sparse layers at the parent's width
 };

@@ -19,8 +19,7 @@ constexpr double kNear = 2e-4;  // relative distance to the bound at which no ot
 
 std::vector<int> longest_first(const Lengths& lengths, std::vector<int> samples) {
   auto before = [&](int a, int b) { return lengths[a] != lengths[b] ? lengths[a] > lengths[b] : a < b; };
-  if (!std::is_sorted(samples.begin(), samples.end(), before))
-    std::sort(samples.begin(), samples.end(), before);
+  if (!std::is_sorted(samples.begin(), samples.end(), before)) std::sort(samples.begin(), samples.end(), before);
   return samples;
 }
 
@@ -81,9 +80,7 @@ class Solver {
     throw std::logic_error("unknown membership");
   }
 
-  static bool near(const Solution& solution, double bound) {
-    return solution.balance_us <= bound * (1 + kNear);
-  }
+  static bool near(const Solution& solution, double bound) { return solution.balance_us <= bound * (1 + kNear); }
 
   // Keeps another membership if it is better; packs it only if it could be and fits the limits.
   void consider(Rule rule, const std::vector<Members>& all, double bound, Solution& best) const {
@@ -105,8 +102,7 @@ class Solver {
     std::vector<Way> ways;
     for (size_t c = 0; c < work_.size(); ++c) {
       const Costs& costs = work_[c].spec.costs;
-      const double cheapest =
-          std::min(costs.spread, *std::min_element(costs.sparse.begin(), costs.sparse.end()));
+      const double cheapest = std::min(costs.spread, *std::min_element(costs.sparse.begin(), costs.sparse.end()));
       for (const auto& samples : all[c]) {
         const double rows = static_cast<double>(tokens(samples)) / work_[c].spec.shape.width;
         attention.push_back(attention_us(work_[c], samples));
@@ -216,12 +212,11 @@ class Solver {
     const std::string holds = "a parent of " + std::to_string(problem.shape.width) + " ranks holds at most " +
                               std::to_string(room) + " tokens";
     if (longest > room) {
-      return "sample " + std::to_string(problem.samples[0]) + " has " + std::to_string(longest) +
-             " tokens, but " + holds +
-             "; use wider parents, raise max_rows or max_parent_tokens, or drop the sample";
+      return "sample " + std::to_string(problem.samples[0]) + " has " + std::to_string(longest) + " tokens, but " +
+             holds + "; use wider parents, raise max_rows or max_parent_tokens, or drop the sample";
     }
-    return "parent " + std::to_string(index) + " got " + std::to_string(problem.tokens()) + " tokens, but " +
-           holds + "; use fewer samples or more parents, or raise max_rows or max_parent_tokens";
+    return "parent " + std::to_string(index) + " got " + std::to_string(problem.tokens()) + " tokens, but " + holds +
+           "; use fewer samples or more parents, or raise max_rows or max_parent_tokens";
   }
 
   Solution with_members(const std::vector<Members>& all) const {
@@ -233,8 +228,7 @@ class Solver {
       const ClassWork& work = work_[c];
       const Shape& shape = work.spec.shape;
       for (const auto& samples : all[c]) {
-        const ParentProblem problem{lengths_,        samples,         shape,
-                                    work.spec.costs, options_.limits, options_.slack};
+        const ParentProblem problem{lengths_, samples, shape, work.spec.costs, options_.limits, options_.slack};
         ParentResult result;
         result.tokens = problem.tokens();
         result.attention_us = attention_us(work, samples);
@@ -244,8 +238,7 @@ class Solver {
         std::vector<Way> cut, uncut;
         for (const Layout& layout : layouts_of.back()) {
           cut.push_back(way_of(layout));
-          uncut.push_back(layout.form == Form::partition ? uncut_way(work, result.balanced_rows)
-                                                         : cut.back());
+          uncut.push_back(layout.form == Form::partition ? uncut_way(work, result.balanced_rows) : cut.back());
         }
         ways.push_back(std::move(cut));
         uncut_ways.push_back(std::move(uncut));
@@ -268,8 +261,7 @@ class Solver {
 
   static Way uncut_way(const ClassWork& work, int64_t rows) {
     const double full = work.spec.costs.full * static_cast<double>(rows);
-    const double sparse =
-        work.spec.costs.sparse[width_index(work.spec.shape.unit)] * static_cast<double>(rows);
+    const double sparse = work.spec.costs.sparse[width_index(work.spec.shape.unit)] * static_cast<double>(rows);
     return {full, sparse, full + sparse};
   }
 

@@ -60,6 +60,7 @@ FAILURE = [
     "interrupted_slot",
     "nothing_runs_on_garbage",
     "stuck_peer",
+    "stuck_peer_and_blocked_host",
     "stuck_peer_with_multicast",
     "windows_refused",
 ]

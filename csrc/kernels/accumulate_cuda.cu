@@ -8,8 +8,9 @@
 
 #include <algorithm>
 
-#include "../backend/error.h"
 #include "accumulate_cuda.h"
+#include "kernel_cuda.h"
+#include "load_cuda.h"
 
 namespace tide {
 
@@ -143,13 +144,6 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(const __grid_const
   }
 }
 
-void check_launch() {
-  const cudaError_t status = cudaGetLastError();
-  if (status == cudaSuccess) return;
-  throw Error(ErrorKind::driver,
-              std::string("tide: launch of the accumulate kernel failed: ") + cudaGetErrorString(status));
-}
-
 template <typename In, typename Out>
 void launch(const std::vector<AccumulateArgs>& pieces, int ctas, cudaStream_t stream) {
   for (size_t first = 0; first < pieces.size(); first += kMost) {
@@ -168,7 +162,7 @@ void launch(const std::vector<AccumulateArgs>& pieces, int ctas, cudaStream_t st
       most = std::max(most, (a.numel + per_block - 1) / per_block);
     }
     accumulate_kernel<In, Out><<<static_cast<unsigned>(std::min<int64_t>(most, ctas)), kThreads, 0, stream>>>(args);
-    check_launch();
+    check_launch("accumulate");
   }
 }
 
@@ -198,5 +192,14 @@ void dispatch(ElementType in, ElementType out, const std::vector<AccumulateArgs>
 }  // namespace
 
 AccumulateLaunch accumulate_launch() { return dispatch; }
+
+void load_accumulate_kernels() {
+  load_kernel(accumulate_kernel<__nv_bfloat16, float>, "accumulate");
+  load_kernel(accumulate_kernel<__nv_bfloat16, __nv_bfloat16>, "accumulate");
+  load_kernel(accumulate_kernel<float, float>, "accumulate");
+  load_kernel(accumulate_kernel<double, double>, "accumulate");
+  load_kernel(accumulate_kernel<int, int>, "accumulate");
+  load_kernel(accumulate_kernel<long long, long long>, "accumulate");
+}
 
 }  // namespace tide

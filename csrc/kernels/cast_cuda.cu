@@ -6,10 +6,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
 
-#include "../backend/error.h"
 #include "cast.h"
+#include "kernel_cuda.h"
+#include "load_cuda.h"
 
 namespace tide {
 
@@ -75,16 +75,14 @@ void launch(const std::vector<Cast>& casts, int ctas, void* stream) {
     constexpr int64_t kPerBlock = int64_t{kThreads} * kUnroll * kVector;
     const int64_t blocks = std::clamp<int64_t>((longest + kPerBlock - 1) / kPerBlock, 1, ctas);
     cast_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) {
-      throw Error(ErrorKind::driver,
-                  std::string("tide: launch of the cast kernel failed: ") + cudaGetErrorString(status));
-    }
+    check_launch("cast");
   }
 }
 
 }  // namespace
 
 CastLaunch cast_launch() { return launch; }
+
+void load_cast_kernel() { load_kernel(cast_kernel, "cast"); }
 
 }  // namespace tide

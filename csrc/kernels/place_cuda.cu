@@ -5,9 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
 
-#include "../backend/error.h"
+#include "kernel_cuda.h"
+#include "load_cuda.h"
 #include "place_cuda.h"
 
 namespace tide {
@@ -93,15 +93,14 @@ void place(const std::vector<Placement>& placements, int ctas, void* stream) {
     constexpr int64_t kPerBlock = int64_t{kThreads} * kUnroll * 16;
     const int64_t blocks = std::clamp<int64_t>((longest + kPerBlock - 1) / kPerBlock, 1, ctas);
     place_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-    const cudaError_t status = cudaGetLastError();
-    if (status == cudaSuccess) continue;
-    throw Error(ErrorKind::driver,
-                std::string("tide: launch of the placing kernel failed: ") + cudaGetErrorString(status));
+    check_launch("placing");
   }
 }
 
 }  // namespace
 
 PlaceLaunch place_launch() { return place; }
+
+void load_place_kernel() { load_kernel(place_kernel, "placing"); }
 
 }  // namespace tide

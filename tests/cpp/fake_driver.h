@@ -80,6 +80,8 @@ class FakeDriver {
   std::map<std::string, int> fails;   // the how-manieth next call of that name fails, with 719
   std::atomic<int> device_error{0};   // what the device has come to: every query says so
   std::atomic<bool> captured{false};  // some thread captures a graph, in the strictest mode
+  std::atomic<bool> loaded{
+      false};  // kernels; one that is not blocks its launch, and all else, until its stream is idle
 
   // What tests read.
   std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0}, multicasts{0};
@@ -141,6 +143,14 @@ class FakeDriver {
       pause();
       job();
     });
+  }
+
+  static void load_kernel(cuda::Stream stream) {
+    if (get().loaded) return;
+    get().loading = true;
+    while (!queue(stream).idle()) nap();
+    get().loading = false;
+    get().loaded = true;
   }
 
  private:
@@ -272,6 +282,7 @@ class FakeDriver {
   }
   static cuda::Result event_query(cuda::Event event) {
     if (auto bad = enter("event_query")) return bad;
+    while (get().loading) nap();
     return query(box(event)->done >= box(event)->recorded);
   }
   static cuda::Result event_synchronize(cuda::Event event) {
@@ -345,6 +356,7 @@ class FakeDriver {
     return 0;
   }
 
+  std::atomic<bool> loading{false};
   std::mutex mutex_;
   struct Range {
     size_t bytes = 0;
@@ -358,12 +370,14 @@ class FakeDriver {
 // In the place of the kernels: the CPU's reduction and copies, on the stream.
 inline void launch_accumulate(ElementType in, ElementType out, const std::vector<AccumulateArgs>& pieces, int,
                               void* stream) {
+  FakeDriver::load_kernel(stream);
   FakeDriver::launch(stream, [=] {
     for (const AccumulateArgs& args : pieces) accumulate(in, out, args);
   });
 }
 inline void launch_place(const std::vector<Placement>& placements, int, void* stream) {
   ++FakeDriver::get().placings;
+  FakeDriver::load_kernel(stream);
   FakeDriver::launch(stream, [=] {
     for (auto p = placements.rbegin(); p != placements.rend(); ++p) {
       std::memcpy(p->to, p->from, static_cast<size_t>(p->bytes));

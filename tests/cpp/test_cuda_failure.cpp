@@ -279,6 +279,56 @@ void stuck(bool multicast) {
 void stuck_peer() { stuck(false); }
 void stuck_peer_with_multicast() { stuck(true); }
 
+// Rank 1's device does not get to a reduce-scatter, and the host of rank 0 is blocked meanwhile: its driver loads a
+// kernel, which waits for the device and keeps everybody else out of the driver. The deadline holds even so.
+void stuck_peer_and_blocked_host() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    const Raising raising;
+    CudaRank me(rank, 2, directory, raising.settings());
+    raising.watch(me);
+    me.connect();
+    check(FakeDriver::get().loaded, "kernels are loaded before anything waits");
+    std::vector<float> output(1000), input(2000);
+    CollectiveCall call;
+    Request& q = call.request = me.request(Channel::reduce_scatter, ElementType::f32, ElementType::f32);
+    q.numel = 1000;
+    q.reduction = Reduction::sum;
+    call.buffers.inputs = {reinterpret_cast<const std::byte*>(input.data())};
+    call.buffers.output = reinterpret_cast<std::byte*>(output.data());
+    call.output_bytes = 4000;
+    me.run(call);
+    check(drained(me.caller(), 20s), "first call");
+    while (me.transport()->watchdog().outstanding() > 0) std::this_thread::sleep_for(1ms);
+    std::atomic<bool> go{false};
+    if (rank == 1) {
+      FakeDriver::launch(me.caller(), [&] {
+        while (!go) std::this_thread::sleep_for(1ms);
+      });
+    }
+    FakeDriver::get().loaded = rank == 1;
+    const auto start = Clock::now();
+    try {
+      me.run(call, 700ms);
+    } catch (const Error&) {  // what comes behind the launch is refused
+    }
+    check(seconds_since(start) < 5, "over soon after the deadline");
+    if (rank == 0) {
+      const std::string text = raising.reports->wait(10s);
+      check(seconds_since(start) > 0.69, "not before the deadline");
+      std::printf("%s\n", text.c_str());
+      check_contains(text, "reduce_scatter #2]: not over at its deadline: ");
+      check_contains(text, "rank 1 (pid ");
+      check_contains(text, "owes its flags: ");
+      check(drained(me.stream(Channel::reduce_scatter), 10s), "waits are released");
+    }
+    everyone(directory + "/reported", rank, 2);
+    go = true;
+    check(drained(me.caller(), 10s), "the device is free again");
+    std::cout.flush();
+    _exit(0);
+  });
+}
+
 // Rank 1 dies with its part of the call undone. The others say so within a fraction of a second, not at the deadline.
 void dead_peer() {
   const TemporaryDirectory directory;
@@ -489,6 +539,7 @@ const std::map<std::string, void (*)()> kCases{{"caller_aborts", caller_aborts},
                                                {"interrupted_slot", interrupted_slot},
                                                {"nothing_runs_on_garbage", nothing_runs_on_garbage},
                                                {"stuck_peer", stuck_peer},
+                                               {"stuck_peer_and_blocked_host", stuck_peer_and_blocked_host},
                                                {"stuck_peer_with_multicast", stuck_peer_with_multicast},
                                                {"windows_refused", windows_refused}};
 

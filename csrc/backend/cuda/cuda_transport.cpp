@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "../../kernels/accumulate_cuda.h"
+#include "../../kernels/load_cuda.h"
 #include "multicast.h"
 
 namespace tide::cuda {
@@ -110,8 +111,8 @@ CudaTransport::CudaTransport(const Speaker& who, ShmResult control, const CudaOp
       options_(options),
       arena_(std::make_shared<DeviceArena>(who.rank, who.world)) {
   Watchdog::Callbacks callbacks;
-  callbacks.diagnose = [this](Channel channel, uint64_t sequence, bool late, const std::string& failure) {
-    return diagnose(channel, sequence, late, failure);
+  callbacks.diagnose = [this](Channel channel, uint64_t sequence, Doubt doubt, const std::string& failure) {
+    return diagnose(channel, sequence, doubt, failure);
   };
   callbacks.report = [this](const std::string& text) {
     options_.on_timeout(text);
@@ -148,6 +149,7 @@ void CudaTransport::map_tables() {
     check(driver().stream_create(&pushes_[static_cast<size_t>(channel)], kStreamNonBlocking, kPushPriority),
           "cuStreamCreateWithPriority");
   }
+  load_kernels();
   // Devices without these operations say so here, before any plan is on a stream.
   const Stream stream = this->stream(Channel::memory);
   const DevicePtr word = device_word(who_.rank, Channel::memory, Flag::ready, who_.rank);
@@ -253,26 +255,23 @@ std::vector<std::string> CudaTransport::exchange(Channel channel, uint64_t seque
                                                  const Wait& wait) {
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
-    calls_[static_cast<size_t>(channel)] = {sequence, wait.deadline};
+    calls_[static_cast<size_t>(channel)] = {sequence, wait.deadline, false};
   }
   follow(stream(channel), pushing(channel));  // what the caller computed is there, and the call before is over
   return control_->exchange(channel, sequence, mine, wait);
 }
 
 void CudaTransport::complete(Channel channel, uint64_t sequence) {
-  join_pushes(channel);
-  Clock::time_point deadline;
-  {
-    std::lock_guard<std::mutex> lock(awaited_mutex_);
-    deadline = calls_[static_cast<size_t>(channel)].deadline;
-  }
-  watchdog_->watch(channel, sequence, record(stream(channel)), deadline);
+  flush(channel);
+  CallNow call = call_now(channel);
+  call.sequence = sequence;
+  watch(channel, call);
 }
 
 // The pushes of a call belong to it: the caller's memory is read by them.
-void CudaTransport::join_pushes(Channel channel) {
-  flush(channel);
+void CudaTransport::watch(Channel channel, const CallNow& call) {
   follow(pushing(channel), stream(channel));
+  watchdog_->watch(channel, call.sequence, record(stream(channel)), call.deadline);
 }
 
 // Everything that `later` is given from now on runs behind what `earlier` has been given.
@@ -465,12 +464,11 @@ void CudaTransport::signal(Channel channel, int peer, Flag flag, uint64_t value)
 }
 
 void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) {
+  begin(channel);
   flush(channel);
-  {
-    std::lock_guard<std::mutex> lock(awaited_mutex_);
-    if (aborted_) fail(ErrorKind::peer, who_, wait.call, "the group was aborted on this rank");
-    awaited_[{channel, flag, peer}] = value;
-    ++entering_;
+  if (!await(channel, peer, flag, value)) {
+    watch(channel, call_now(channel));  // abort() passed it over if this thread was entering a wait
+    fail(ErrorKind::peer, who_, wait.call, "the group was aborted on this rank");
   }
   // Without the lock: the driver may block here while its queue is full, and the watchdog must go on looking.
   const Stream held = flag == Flag::data ? stream(channel) : pushing(channel);
@@ -480,8 +478,35 @@ void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, c
   check(result, "cuStreamWaitValue64");
 }
 
+// At the first wait of a call: from here on peers can hold it up.
+void CudaTransport::begin(Channel channel) {
+  CallNow call;
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    CallNow& now = calls_[static_cast<size_t>(channel)];
+    if (now.begun) return;
+    now.begun = true;
+    call = now;
+  }
+  watchdog_->begin(channel, call.sequence, call.deadline);
+}
+
+// False: the group has been aborted.
+bool CudaTransport::await(Channel channel, int peer, Flag flag, uint64_t value) {
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  if (aborted_) return false;
+  awaited_[{channel, flag, peer}] = value;
+  ++entering_;
+  return true;
+}
+
+CudaTransport::CallNow CudaTransport::call_now(Channel channel) {
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  return calls_[static_cast<size_t>(channel)];
+}
+
 // Called by the watchdog's thread.
-std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool late, const std::string& failure) {
+std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, Doubt doubt, const std::string& failure) {
   const std::string name = std::string(to_string(channel)) + " #" + std::to_string(sequence);
   if (!failure.empty()) return who_.prefix(name) + "the device failed while this call was on it: " + failure;
   std::ostringstream missing, gone;
@@ -492,7 +517,7 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool lat
     for (int peer = 0; peer < who_.world; ++peer) {
       if (peer != who_.rank) note(missing, tables_->last_calls(peer));
     }
-    if (!late) return "";
+    if (doubt == Doubt::none) return "";
     return who_.prefix(name) +
            "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
            "while the other ranks are at: " + missing.str() + "; look at the rank that is behind";
@@ -516,7 +541,7 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool lat
   if (!gone.str().empty()) {
     return who_.prefix(to_string(channel)) + gone.str() + " while the device waits: " + missing.str();
   }
-  if (!late) return "";
+  if (doubt == Doubt::none || (doubt == Doubt::overdue && missing.str().empty())) return "";
   if (missing.str().empty()) missing << "every flag has arrived; this rank's own stream is behind";
   return who_.prefix(name) + "not over at its deadline: " + missing.str() +
          "; look at that rank, or set a longer timeout";
@@ -524,24 +549,27 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, bool lat
 
 void CudaTransport::abort(const std::string& reason) {
   if (guard_.in_child()) return;
-  std::array<CallNow, kChannels> calls;
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     if (aborted_.exchange(true)) return;
-    calls = calls_;
   }
   if (auto self = weak_from_this().lock()) keep_for_ever(std::move(self));
   arena_->quarantine();
   control_->abort(reason);
-  // A call that broke in the middle never came to complete().
+  // Not on the watchdog's thread: the driver may be blocked, and that thread is the one to end it.
+  if (!watchdog_->is_this_thread()) watch_broken();
+}
+
+// A call that broke in the middle never came to complete().
+void CudaTransport::watch_broken() {
+  if (broken_watched_.exchange(true)) return;
   for (int c = 0; c < kChannels; ++c) {
     const auto channel = static_cast<Channel>(c);
-    const CallNow& call = calls[static_cast<size_t>(c)];
+    const CallNow call = call_now(channel);
     // A thread that is putting a wait on a stream may be blocked by the driver, and so would this one be.
     if (call.sequence == 0 || entering_ > 0) continue;
     try {
-      follow(pushing(channel), stream(channel));
-      watchdog_->watch(channel, call.sequence, record(stream(channel)), call.deadline);
+      watch(channel, call);
     } catch (const Error&) {  // the device is lost: nothing on it goes on
     }
   }
@@ -554,12 +582,15 @@ void CudaTransport::give_up(const std::string& reason) {
 
 // By the watchdog's thread, again and again: a peer that is late may set a word back to its own small value.
 bool CudaTransport::release_waits() {
-  std::lock_guard<std::mutex> lock(awaited_mutex_);
-  for (const auto& [key, value] : awaited_) {
-    const auto [channel, flag, peer] = key;
-    tables_->flag_word(who_.rank, channel, flag, peer).store(kReleased);
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    for (const auto& [key, value] : awaited_) {
+      const auto [channel, flag, peer] = key;
+      tables_->flag_word(who_.rank, channel, flag, peer).store(kReleased);
+    }
   }
   if (entering_ > 0) return true;
+  watch_broken();
   for (Stream stream : all_streams()) {
     if (stream && driver().stream_query(stream) == kNotReady) return true;
   }

@@ -102,6 +102,11 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
 
  private:
   struct Batch;
+  struct CallNow {
+    uint64_t sequence = 0;
+    Clock::time_point deadline;
+    bool begun = false;  // a wait of it is on a stream
+  };
   friend CudaResult connect_cuda(const Speaker&, Bootstrap&, const CudaOptions&);
   CudaTransport(const Speaker& who, ShmResult control, const CudaOptions& options);
 
@@ -114,10 +119,14 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   void flush(Channel channel);
   void copy_batch(Stream stream, Batch& batch);
   void place_batch(Stream stream, Batch& batch);
-  void join_pushes(Channel channel);
+  void begin(Channel channel);
+  CallNow call_now(Channel channel);
+  void watch(Channel channel, const CallNow& call);
+  bool await(Channel channel, int peer, Flag flag, uint64_t value);
   static void follow(Stream earlier, Stream later);
   std::vector<Stream> all_streams() const;
-  std::string diagnose(Channel channel, uint64_t sequence, bool late, const std::string& failure);
+  std::string diagnose(Channel channel, uint64_t sequence, Doubt doubt, const std::string& failure);
+  void watch_broken();
   bool release_waits();
   DevicePtr device_word(int owner, Channel channel, Flag flag, int source);
   Stream stream(Channel channel) const { return options_.streams[static_cast<size_t>(channel)]; }
@@ -167,12 +176,8 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   uint64_t memory_calls_ = 0;
   Multicast multicast_;  // what the ranks agreed on when they connected; a segment may have none even so
   bool said_no_multicast_ = false;
-  std::atomic<bool> aborted_{false}, closed_{false};
+  std::atomic<bool> aborted_{false}, broken_watched_{false}, closed_{false};
 
-  struct CallNow {
-    uint64_t sequence = 0;
-    Clock::time_point deadline;
-  };
   std::atomic<int> entering_{0};  // waits that are being put on a stream
   // Guards what follows, and aborted_ turning true; never held across a call of the driver that may block.
   std::mutex awaited_mutex_;

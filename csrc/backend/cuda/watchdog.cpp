@@ -1,6 +1,7 @@
 #include "watchdog.h"
 
 #include <algorithm>
+#include <map>
 
 namespace tide::cuda {
 
@@ -16,6 +17,13 @@ std::string error_text(Result result) {
     return error.what();
   }
   return "";
+}
+
+template <typename Map>
+auto values(const Map& map) {
+  std::vector<typename Map::mapped_type> result;
+  for (const auto& [key, value] : map) result.push_back(value);
+  return result;
 }
 
 }  // namespace
@@ -47,7 +55,19 @@ void Watchdog::add(const Entry& entry) {
   if (entries_.size() == 1) changed_.notify_all();
 }
 
+void Watchdog::begin(Channel channel, uint64_t sequence, Clock::time_point deadline) {
+  add({channel, sequence, nullptr, deadline});
+}
+
 void Watchdog::watch(Channel channel, uint64_t sequence, Event event, Clock::time_point deadline) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Entry& entry : entries_) {
+      if (entry.channel != channel || entry.sequence != sequence || entry.event) continue;
+      entry.event = event;
+      return;
+    }
+  }
   add({channel, sequence, event, deadline});
 }
 
@@ -58,7 +78,8 @@ Watchdog::HostCall::HostCall(Watchdog& watchdog, uint64_t sequence, Clock::time_
 Watchdog::HostCall::~HostCall() {
   std::lock_guard<std::mutex> lock(watchdog_.mutex_);
   auto& entries = watchdog_.entries_;
-  entries.erase(std::find_if(entries.begin(), entries.end(), [](const Entry& entry) { return !entry.event; }));
+  entries.erase(std::find_if(entries.begin(), entries.end(),
+                             [](const Entry& entry) { return entry.channel == Channel::memory && !entry.event; }));
 }
 
 void Watchdog::keep_releasing() {
@@ -116,42 +137,56 @@ std::string Watchdog::drop_finished() {
   return failure;
 }
 
-// Of each channel the oldest call, or with `late` the first that is past its deadline. With the lock held.
-std::vector<Watchdog::Entry> Watchdog::suspects(bool late) const {
-  const auto now = Clock::now();
-  std::vector<Entry> found;
-  for (int c = 0; c < kChannels; ++c) {
-    const auto suspect = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-      return static_cast<int>(entry.channel) == c && (!late || now > entry.deadline);
-    });
-    if (suspect != entries_.end()) found.push_back(*suspect);
-  }
-  return found;
+// Of each channel one call at most. With the lock held.
+std::vector<Watchdog::Entry> Watchdog::oldest() const {
+  std::map<Channel, Entry> found;
+  for (const Entry& entry : entries_) found.emplace(entry.channel, entry);
+  return values(found);
 }
 
-// One round over the calls under way; releases the lock around diagnose and report.
-void Watchdog::look(std::unique_lock<std::mutex>& lock) {
-  if (!reported_) {
-    // Dead peers first: that needs no driver, which may be blocked behind a full queue.
-    const auto under_way = suspects(false);
-    lock.unlock();
-    std::string text;
-    for (const Entry& e : under_way) {
-      if (text.empty()) text = callbacks_.diagnose(e.channel, e.sequence, false, "");
-    }
-    lock.lock();
-    if (!text.empty()) return report(text, lock);
+std::vector<Watchdog::Entry> Watchdog::oldest_late() const {
+  std::map<Channel, Entry> found;
+  for (const Entry& entry : entries_) {
+    if (Clock::now() > entry.deadline) found.emplace(entry.channel, entry);
   }
-  const std::string failure = drop_finished();
-  if (reported_) return;
-  const auto candidates = suspects(failure.empty());
+  return values(found);
+}
+
+std::vector<Watchdog::Entry> Watchdog::newest_late() const {
+  std::map<Channel, Entry> found;
+  for (const Entry& entry : entries_) {
+    found.erase(entry.channel);
+    if (Clock::now() > entry.deadline) found.emplace(entry.channel, entry);
+  }
+  return values(found);
+}
+
+// Reports the first of them that gives reason to. Releases the lock around diagnose and report.
+bool Watchdog::ask(const std::vector<Entry>& entries, Doubt doubt, const std::string& failure,
+                   std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   std::string text;
-  for (const Entry& e : candidates) {
-    if (text.empty()) text = callbacks_.diagnose(e.channel, e.sequence, failure.empty(), failure);
+  for (const Entry& e : entries) {
+    if (text.empty()) text = callbacks_.diagnose(e.channel, e.sequence, doubt, failure);
   }
   lock.lock();
-  if (!text.empty()) report(text, lock);
+  if (text.empty()) return false;
+  report(text, lock);
+  return true;
+}
+
+// One round over the calls under way.
+void Watchdog::look(std::unique_lock<std::mutex>& lock) {
+  // First what needs no driver, which may be blocked behind a full queue, or by a kernel that it loads for somebody.
+  // The flags that are awaited are those of the newest call.
+  if (!reported_ && (ask(oldest(), Doubt::none, "", lock) || ask(newest_late(), Doubt::overdue, "", lock))) return;
+  const std::string failure = drop_finished();
+  if (reported_) return;
+  if (failure.empty()) {
+    ask(oldest_late(), Doubt::late, "", lock);
+  } else {
+    ask(oldest(), Doubt::none, failure, lock);
+  }
 }
 
 void Watchdog::report(const std::string& text, std::unique_lock<std::mutex>& lock) {

@@ -18,12 +18,19 @@
 
 namespace tide::cuda {
 
+// What the watchdog knows of a call that it asks about.
+enum class Doubt {
+  none,     // nothing: is a peer gone?
+  overdue,  // the channel's newest call is past its deadline, whether it is over is not known: does a peer owe flags?
+  late,     // it is past its deadline and not over
+};
+
 class Watchdog {
  public:
   struct Callbacks {
-    // "" while nothing points to a failure, else who is missing; `late` says that the deadline has passed, and then it
-    // must not be "". `failure`: what the driver said, or "".
-    std::function<std::string(Channel channel, uint64_t sequence, bool late, const std::string& failure)> diagnose;
+    // "" while nothing points to a failure, else who is missing; not "" for a call that is late, or if the driver has
+    // failed. `failure`: what the driver said, or "".
+    std::function<std::string(Channel channel, uint64_t sequence, Doubt doubt, const std::string& failure)> diagnose;
     std::function<void(const std::string&)> report;
     std::function<void(Channel channel, uint64_t sequence)> finished;
     // Ends the device's waits; false when there is nothing left to end. Called every 100 ms from half a second after
@@ -34,12 +41,16 @@ class Watchdog {
   explicit Watchdog(Callbacks callbacks);
   ~Watchdog();
 
+  // The call is being put on its streams, and the host may be blocked at that: by a full queue, or because a kernel is
+  // loaded, which waits for the device. watch() of the same call follows.
+  void begin(Channel channel, uint64_t sequence, Clock::time_point deadline);
   // `event` (owned from now on) is recorded behind the call on its stream.
   void watch(Channel channel, uint64_t sequence, Event event, Clock::time_point deadline);
   void keep_releasing();
   // Calls still under way.
   size_t outstanding();
   void stop();
+  bool is_this_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   // A host call that may block for ever, as long as the object lives.
   class HostCall {
@@ -57,13 +68,17 @@ class Watchdog {
   struct Entry {
     Channel channel;
     uint64_t sequence;
-    Event event;  // null: a host call
+    Event event;  // null: a host call, or not all of it is on the stream yet
     Clock::time_point deadline;
   };
   void run();
   void look(std::unique_lock<std::mutex>& lock);
   void report(const std::string& text, std::unique_lock<std::mutex>& lock);
-  std::vector<Entry> suspects(bool late) const;
+  std::vector<Entry> oldest() const;
+  std::vector<Entry> oldest_late() const;
+  std::vector<Entry> newest_late() const;
+  bool ask(const std::vector<Entry>& entries, Doubt doubt, const std::string& failure,
+           std::unique_lock<std::mutex>& lock);
   std::string drop_finished();
   void add(const Entry& entry);
 

@@ -5,6 +5,8 @@ Nothing here comes from the code under test but the calls themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,18 @@ def barrier(device: torch.device) -> None:
     torch.cuda.synchronize()
     dist.barrier(device_ids=[device.index])
     torch.cuda.synchronize()
+
+
+@contextmanager
+def own_group(device: torch.device, **options: Any) -> Iterator[Any]:
+    """A tide group of all ranks with these `Options`, destroyed when every rank's device is done with it."""
+    wanted = tide_backend.Options()
+    for name, value in options.items():
+        setattr(wanted, name, value)
+    group = dist.new_group(backend="tide", pg_options=wanted)
+    yield group
+    barrier(device)
+    dist.destroy_process_group(group)
 
 
 def slot(nbytes: int, device: torch.device, group: Any = None) -> torch.Tensor:

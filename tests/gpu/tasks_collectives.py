@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from gpu_rank import (
     barrier,
     enter,
     last_record,
+    own_group,
     random_bits,
     reduce_scatter,
     reference_scatter,
@@ -50,11 +52,6 @@ def scatter(
 ) -> dict[str, Any]:
     device = enter(rank)
     source, target = (getattr(torch, t) for t in types)
-    group = None
-    if staging:
-        options = tide_backend.Options()
-        options.cuda_staging_bytes = staging
-        group = dist.new_group(backend="tide", pg_options=options)
     factor = {"sum": 1.0, "avg": 1.0 / world, "premul": 0.3}[op]
     reduction = {
         "sum": dist.ReduceOp.SUM,
@@ -62,15 +59,13 @@ def scatter(
         "premul": dist._make_nccl_premul_sum(0.3),
     }[op]
     good = []
-    for seed in range(3):
-        everybody = [gradients_of(r, shapes, source, device, seed) for r in range(world)]
-        call = Scattered(everybody[rank], target, group)
-        call.scatter(reduction)
-        good.append(same(call.output.cpu(), reference_scatter(everybody, rank, target, factor)))
-    record = last_record(device, "reduce_scatter", group)
-    barrier(device)
-    if group is not None:
-        dist.destroy_process_group(group)
+    with own_group(device, cuda_staging_bytes=staging) if staging else nullcontext() as group:
+        for seed in range(3):
+            everybody = [gradients_of(r, shapes, source, device, seed) for r in range(world)]
+            call = Scattered(everybody[rank], target, group)
+            call.scatter(reduction)
+            good.append(same(call.output.cpu(), reference_scatter(everybody, rank, target, factor)))
+        record = last_record(device, "reduce_scatter", group)
     return {"good": good, "path": record["path"], "reason": record["reason"]}
 
 

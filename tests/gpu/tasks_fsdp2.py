@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_rank import backend, barrier, enter
+from gpu_rank import backend, barrier, enter, own_group
 from tasks_collectives import BUSY, device_work, kernels
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,7 @@ def sharded(group: Any, device: torch.device, reshard: bool | int | None, policy
     torch.manual_seed(0)
     with device:
         model = Model(3)
-    mesh = DeviceMesh.from_group(group, "cuda")
+    mesh = DeviceMesh.from_group(group, device.type)
     options = {} if reshard is None else {"reshard_after_forward": reshard}
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, **options)
@@ -77,15 +78,32 @@ def train(
     dtypes: tuple[str | None, str | None],
     pace: bool,
     microbatches: int,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The same training on tide's group and on one of nccl; at two ranks fp32 sums cannot differ in any bit."""
+    """The same training on tide's group and on one of nccl; at two ranks fp32 sums cannot differ in any bit.
+
+    `options`: of a tide group of its own in place of the default one.
+    """
     device = enter(rank)
+    with own_group(device, **options) if options else nullcontext(dist.group.WORLD) as group:
+        return train_on(group, rank, device, reshard, dtypes, pace, microbatches)
+
+
+def train_on(
+    ours: Any,
+    rank: int,
+    device: torch.device,
+    reshard: bool | int | None,
+    dtypes: tuple[str | None, str | None],
+    pace: bool,
+    microbatches: int,
+) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(*(getattr(torch, t) if t else None for t in dtypes))
     stock = dist.new_group(backend="nccl")
     tide_backend.report(reset=True)
     found: dict[str, Any] = {}
     weights = {}
-    for name, group in {"tide": dist.group.WORLD, "nccl": stock}.items():
+    for name, group in {"tide": ours, "nccl": stock}.items():
         model = sharded(group, device, reshard, policy)
         found[name] = steps(model, rank, device, 4, pace, microbatches)
         weights[name] = [p.to_local().clone() for p in model.parameters()]
@@ -95,6 +113,7 @@ def train(
     report = tide_backend.report()
     found["paths"] = sorted({(row.op, row.backend_path or row.path) for row in report.rows})
     found["fallbacks"] = [(row.op, row.reason) for row in report.fallbacks]
+    found["arena"] = backend(device, ours).arena_bytes("cuda")[1]
     barrier(device)
     dist.destroy_process_group(stock)
     return found

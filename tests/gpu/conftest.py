@@ -14,7 +14,8 @@ import pytest
 import ranks
 import torch
 
-BUDGET_S = float(os.environ.get("GPU_TEST_BUDGET_S", "240"))
+STRESS_S = float(os.environ.get("GPU_STRESS_SECONDS", "10"))  # of each stress test
+BUDGET_S = float(os.environ.get("GPU_TEST_BUDGET_S", "280")) + 2 * max(0.0, STRESS_S - 10)
 _start = time.monotonic()
 
 
@@ -25,6 +26,11 @@ def remaining() -> float:
 @pytest.fixture(scope="session")
 def gpus() -> int:
     return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="session")
+def stress_seconds() -> float:
+    return STRESS_S
 
 
 @pytest.fixture

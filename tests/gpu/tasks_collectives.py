@@ -11,7 +11,6 @@ import torch.distributed as dist
 from gpu_rank import (
     Gathered,
     Scattered,
-    backend,
     barrier,
     enter,
     last_record,
@@ -134,43 +133,6 @@ def uneven_pace(rank: int, world: int) -> list[str]:
         side.wait_stream(torch.cuda.default_stream(device))
         torch.cuda.default_stream(device).wait_stream(side)
     return wrong
-
-
-def stress(rank: int, world: int, seconds: float) -> dict[str, Any]:
-    """Data against flags: payloads that name rank and call, slots reused at once, no synchronization in between."""
-    device = enter(rank)
-    bad = torch.zeros(2, dtype=torch.int64, device=device)
-    host = torch.Generator().manual_seed(11)  # the same on every rank
-    end, calls = time.monotonic() + seconds, 0
-    stop = torch.zeros(1, dtype=torch.int32)
-    while True:
-        for _ in range(20):
-            calls += 1
-            sizes = [1 << int(torch.randint(0, 19, (1,), generator=host)) for _ in range(3)]
-            slow = int(torch.randint(0, 4 * world, (1,), generator=host))
-            if slow == rank:
-                torch.cuda._sleep(2_000_000)
-            out = Gathered(sizes, torch.int32, device)
-            out.place(torch.full((sum(sizes),), calls * world + rank, dtype=torch.int32, device=device))
-            out.gather()
-            for i in range(len(sizes)):
-                wanted = torch.arange(world, dtype=torch.int32, device=device) + calls * world
-                bad[0] += (out.parameter(i) != wanted[:, None]).sum()
-            del out
-            value = float((calls * 7 + rank) % 128)
-            gradients = [torch.full((world * s,), value, dtype=torch.bfloat16, device=device) for s in sizes]
-            reduced = Scattered(gradients, torch.float32)
-            reduced.scatter()
-            del gradients
-            reduced.gradients.clear()
-            total = sum((calls * 7 + r) % 128 for r in range(world))
-            bad[1] += (reduced.output != float(total)).sum()
-        stop[0] = time.monotonic() > end
-        dist.all_reduce(stop, dist.ReduceOp.MAX)  # on the CPU: all stop after the same call
-        if stop.item():
-            break
-    arena = backend(device).arena_bytes("cuda")
-    return {"gathered": int(bad[0]), "reduced": int(bad[1]), "calls": calls, "arena": arena}
 
 
 def two_groups(rank: int, world: int) -> list[str]:

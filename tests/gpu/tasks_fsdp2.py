@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,13 @@ def sharded(group: Any, device: torch.device, reshard: bool | int | None, policy
     return model
 
 
+def prefetch(blocks: nn.ModuleList) -> None:
+    """Each block asks for the next one's parameters in either direction."""
+    for before, after in pairwise(blocks):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
 def steps(model: Model, rank: int, device: torch.device, count: int, pace: bool, microbatches: int) -> list[float]:
     """Losses; with `pace`, ranks and layers are late by turns."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -79,6 +87,7 @@ def train(
     pace: bool,
     microbatches: int,
     options: dict[str, Any] | None = None,
+    prefetched: bool = False,
 ) -> dict[str, Any]:
     """The same training on tide's group and on one of nccl; at two ranks fp32 sums cannot differ in any bit.
 
@@ -86,7 +95,7 @@ def train(
     """
     device = enter(rank)
     with own_group(device, **options) if options else nullcontext(dist.group.WORLD) as group:
-        return train_on(group, rank, device, reshard, dtypes, pace, microbatches)
+        return train_on(group, rank, device, reshard, dtypes, pace, microbatches, prefetched)
 
 
 def train_on(
@@ -97,6 +106,7 @@ def train_on(
     dtypes: tuple[str | None, str | None],
     pace: bool,
     microbatches: int,
+    prefetched: bool,
 ) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(*(getattr(torch, t) if t else None for t in dtypes))
     stock = dist.new_group(backend="nccl")
@@ -105,6 +115,8 @@ def train_on(
     weights = {}
     for name, group in {"tide": ours, "nccl": stock}.items():
         model = sharded(group, device, reshard, policy)
+        if prefetched:
+            prefetch(model.blocks)
         found[name] = steps(model, rank, device, 4, pace, microbatches)
         weights[name] = [p.to_local().clone() for p in model.parameters()]
     pairs = list(zip(weights["tide"], weights["nccl"], strict=True))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from gpu_load import Load
 from gpu_rank import Gathered, Scattered, backend, enter, own_group
+from tasks_fsdp2 import prefetch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -75,9 +76,7 @@ def blocks_on(group: Any, device: torch.device, shape: str, layers: int) -> Bloc
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for before, after in zip(model.blocks[:-1], model.blocks[1:], strict=True):
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
+    prefetch(model.blocks)
     return model
 
 

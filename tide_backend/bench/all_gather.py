@@ -10,9 +10,13 @@ push         GPUs only: tide's call with the shards already at their places, bes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 import tide_backend
+from tide_backend import _C
 
 from .call import Call, Pair, Place
 from .data import differing, empty_bf16
@@ -34,8 +38,8 @@ class RankMajor(Call):
         self.shard.copy_(source)
         self.out.zero_()
 
-    def run(self) -> None:
-        all_gather(self.out, self.shard, group=self.place.group)
+    def collective(self, async_op: bool) -> Any:
+        return all_gather(self.out, self.shard, group=self.place.group, async_op=async_op)
 
     def wrong(self, sources: list[torch.Tensor]) -> int:
         return differing(self.out, torch.cat(sources))
@@ -71,9 +75,13 @@ class StockPerParameter(PerParameter):
         self.own_parts = list(self.own.split(shards))
         self.parameters = [empty_bf16(place, place.world, n) for n in shards]
 
-    def run(self) -> None:
+    def before(self) -> None:
         torch._foreach_copy_(self.own_parts, self.shards)
-        all_gather(self.out.view(-1), self.own, group=self.place.group)
+
+    def collective(self, async_op: bool) -> Any:
+        return all_gather(self.out.view(-1), self.own, group=self.place.group, async_op=async_op)
+
+    def after(self) -> None:
         torch.split_with_sizes_copy(self.out, self.numels, dim=1, out=self.parameters)
 
 
@@ -92,10 +100,38 @@ class TidePerParameter(PerParameter):
         self.own_parts = [p[place.rank] for p in self.parameters]
         self.placeholder = empty_bf16(place, 1).zero_().expand(self.source_numel)
 
-    def run(self) -> None:
+    def before(self) -> None:
         torch._foreach_copy_(self.own_parts, self.shards)
+
+    def collective(self, async_op: bool) -> Any:
         tide_backend.apply_layout(self.out, self.layout, placed=True)
-        all_gather(self.out, self.placeholder, group=self.place.group)
+        return all_gather(self.out, self.placeholder, group=self.place.group, async_op=async_op)
+
+
+class StockFromFp32(StockPerParameter):
+    """As FSDP2 with `param_dtype=torch.bfloat16`: cast into one flat temporary, then as above."""
+
+    def __init__(self, place: Place, shards: list[int]) -> None:
+        super().__init__(place, shards)
+        self.shards = [torch.empty(n, device=place.device) for n in shards]
+        self.cast = list(empty_bf16(place, self.source_numel).split(shards))
+
+    def before(self) -> None:
+        torch._foreach_copy_(self.cast, self.shards)
+        torch._foreach_copy_(self.own_parts, self.cast)
+
+
+class TideFromFp32(TidePerParameter):
+    """The same through tide's seam: cast straight into the slot, on GPUs by tide's kernel."""
+
+    def __init__(self, place: Place, shards: list[int]) -> None:
+        super().__init__(place, shards)
+        self.shards = [torch.empty(n, device=place.device) for n in shards]
+        self.ctas = place.backend.options.accumulate_ctas
+
+    def before(self) -> None:
+        if not _C.cast_into_slot(self.own_parts, self.shards, self.ctas):
+            torch._foreach_copy_(self.own_parts, self.shards)
 
 
 class TidePlaced(TidePerParameter):
@@ -103,9 +139,8 @@ class TidePlaced(TidePerParameter):
         super().fill(source)
         torch._foreach_copy_(self.own_parts, self.shards)
 
-    def run(self) -> None:
-        tide_backend.apply_layout(self.out, self.layout, placed=True)
-        all_gather(self.out, self.placeholder, group=self.place.group)
+    def before(self) -> None:
+        pass
 
 
 class RawPush(Call):
@@ -122,11 +157,11 @@ class RawPush(Call):
         self.shard.copy_(source)
         self.out.zero_()
 
-    def run(self) -> None:
+    def collective(self, async_op: bool) -> Any:
         self.out.copy_(self.shard, non_blocking=True)
 
-    def noted_run(self) -> str:
-        self.run()
+    def noted_run(self, run: Callable[[], object] | None = None) -> str:
+        (run or self.run)()
         return "copy"
 
     def wrong(self, sources: list[torch.Tensor]) -> int:

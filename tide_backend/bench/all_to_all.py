@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -22,13 +24,22 @@ class Even(Call):
         self.source.copy_(source)
         self.out.zero_()
 
-    def run(self) -> None:
-        dist.all_to_all_single(self.out, self.source, group=self.place.group)
+    def collective(self, async_op: bool) -> Any:
+        return dist.all_to_all_single(self.out, self.source, group=self.place.group, async_op=async_op)
 
     def wrong(self, sources: list[torch.Tensor]) -> int:
         world, rank = self.place.world, self.place.rank
         received = self.out.view(world, -1)
         return sum(differing(received[r], s.view(world, -1)[rank]) for r, s in enumerate(sources))
+
+
+class IntoGroupMemory(Even):
+    """The output is memory of the group, where tide's peers write straight into it."""
+
+    def __init__(self, place: Place, numel: int) -> None:
+        super().__init__(place, numel)
+        device = torch.device("cuda", torch.cuda.current_device()) if place.device == "cuda" else torch.device("cpu")
+        self.out = place.backend.allocate_tensor(self.source_numel, dtype=torch.bfloat16, device=device)
 
 
 def pairs(tide: Place, stock: Place, size: int, layout: str) -> list[Pair]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,22 +47,36 @@ class Call(ABC):
     def fill(self, source: torch.Tensor) -> None:
         """Fresh input; the output is spoilt."""
 
+    def before(self) -> None:  # noqa: B027
+        """Copies of the input that the collective needs."""
+
     @abstractmethod
+    def collective(self, async_op: bool) -> Any:
+        """The collective itself; its handle, when it is asynchronous."""
+
+    def after(self) -> None:  # noqa: B027
+        """Copies of the output; the collective is over, or this stream is behind it."""
+
     def run(self) -> None:
         """What is timed."""
+        self.before()
+        self.collective(False)
+        self.after()
 
     @abstractmethod
     def wrong(self, sources: list[torch.Tensor]) -> int:
         """Elements of this rank's output that are not what these inputs, one per rank, make of them."""
 
-    def noted_run(self) -> str:
-        """One call, and how it went: the path that tide took, "inner" when it handed the call on, or the backend."""
+    def noted_run(self, run: Callable[[], object] | None = None) -> str:
+        """One call, or what `run` does with it, and how it went: the path that tide took, "inner" when it handed the
+        call on, or the backend."""
+        run = run or self.run
         backend = self.place.backend
         if not hasattr(backend, "records"):
-            self.run()
+            run()
             return "nccl" if self.place.device == "cuda" else dist.get_backend(self.place.group)
         before = self._recorded()
-        self.run()
+        run()
         if self._recorded() == before:
             return "inner"
         return [record["path"] for record in backend.records() if record["device"] == self.place.device][-1]

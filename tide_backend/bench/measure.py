@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,19 +26,26 @@ TIMED_S, MOST_CALLS = 0.02, 100
 
 def run_rank(rank: int, world: int, store: Any, settings: Settings) -> Iterator[dict[str, Any]]:
     """Called on every rank; yields what this rank saw of each pair."""
-    torch.set_num_threads(1)
-    if settings.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    stock = "cpu:gloo,cuda:nccl" if settings.versus == "nccl" else "gloo"
-    dist.init_process_group(stock, store=store, rank=rank, world_size=world)
-    import tide_backend  # noqa: F401  (registers)
-
-    tide_place = Place(rank, world, settings.device, dist.new_group(backend="tide"))
-    stock_place = Place(rank, world, settings.device, dist.distributed_c10d._get_default_group())
+    tide_place, stock_place = connect(rank, world, store, settings)
     for number, size in enumerate(settings.sizes):
         for pair in PAIRS[settings.collective](tide_place, stock_place, size, settings.layout):
             yield measure(pair, settings, seed=number)
     dist.destroy_process_group()
+
+
+def connect(
+    rank: int, world: int, store: Any, settings: Settings, timeout: timedelta | None = None
+) -> tuple[Place, Place]:
+    """tide's group and, as the default one, the stock backend's; on GPUs, ranks take them in turn."""
+    torch.set_num_threads(1)
+    if settings.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    stock = "cpu:gloo,cuda:nccl" if settings.versus == "nccl" else "gloo"
+    dist.init_process_group(stock, store=store, rank=rank, world_size=world, timeout=timeout)
+    import tide_backend  # noqa: F401  (registers)
+
+    tide_place = Place(rank, world, settings.device, dist.new_group(backend="tide", timeout=timeout))
+    return tide_place, Place(rank, world, settings.device, dist.distributed_c10d._get_default_group())
 
 
 def measure(pair: Pair, settings: Settings, seed: int) -> dict[str, Any]:

@@ -7,6 +7,8 @@ packed       reduce_scatter_tensor alone, fp32 in and out, on both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -47,9 +49,9 @@ class Packed(Call):
         self.source.copy_(source)
         self.out.zero_()
 
-    def run(self) -> None:
+    def collective(self, async_op: bool) -> Any:
         op = dist.ReduceOp.AVG
-        reduce_scatter(self.out, self.source, op=op, group=self.place.group)
+        return reduce_scatter(self.out, self.source, op=op, group=self.place.group, async_op=async_op)
 
     def wrong(self, sources: list[torch.Tensor]) -> int:
         return count_wrong(self.out, [s.view(self.place.world, -1)[self.place.rank] for s in sources])
@@ -78,11 +80,13 @@ class StockPerParameter(PerParameter):
         super().__init__(place, shards)
         self.buffer = torch.empty(place.world * sum(shards), device=place.device)
 
-    def run(self) -> None:
-        op = dist.ReduceOp.AVG
+    def before(self) -> None:
         world = self.place.world
         torch._chunk_cat(self.gradients, 0, world, out=self.buffer.view(world, -1))
-        reduce_scatter(self.out, self.buffer, op=op, group=self.place.group)
+
+    def collective(self, async_op: bool) -> Any:
+        op = dist.ReduceOp.AVG
+        return reduce_scatter(self.out, self.buffer, op=op, group=self.place.group, async_op=async_op)
 
 
 class TidePerParameter(PerParameter):
@@ -91,10 +95,10 @@ class TidePerParameter(PerParameter):
         self.layout = tide_backend.ParameterLayout(place.world, shards)
         self.placeholder = empty_bf16(place, 1).zero_().expand(self.source_numel)
 
-    def run(self) -> None:
+    def collective(self, async_op: bool) -> Any:
         op = dist.ReduceOp.AVG
         tide_backend.apply_layout(self.placeholder, self.layout, tensors=self.gradients)
-        reduce_scatter(self.out, self.placeholder, op=op, group=self.place.group)
+        return reduce_scatter(self.out, self.placeholder, op=op, group=self.place.group, async_op=async_op)
 
 
 def pairs(tide: Place, stock: Place, size: int, layout: str) -> list[Pair]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -25,11 +26,14 @@ def prepare() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed"])
 
 
-def launch(fn: Callable[..., Iterator[Any]], ranks: int, *args: Any) -> Iterator[list[Any]]:
+def launch(
+    fn: Callable[..., Iterator[Any]], ranks: int, *args: Any, deadline_s: float | None = None
+) -> Iterator[list[Any]]:
     """`fn(rank, ranks, store, *args)`, a generator, in a process per rank; yields the ranks' values together.
 
     Raises:
-        RankFailed: with the traceback of the rank that failed first.
+        RankFailed: with the traceback of the rank that failed first, or naming the ranks that had not sent their next
+            value after `deadline_s`.
     """
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -42,7 +46,7 @@ def launch(fn: Callable[..., Iterator[Any]], ranks: int, *args: Any) -> Iterator
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        while row := _next_row(pipes):
+        while row := _next_row(pipes, deadline_s):
             yield row
     finally:
         for process in processes:
@@ -51,12 +55,17 @@ def launch(fn: Callable[..., Iterator[Any]], ranks: int, *args: Any) -> Iterator
                 process.kill()
 
 
-def _next_row(pipes: list[Connection]) -> list[Any]:
+def _next_row(pipes: list[Connection], deadline_s: float | None) -> list[Any]:
     """One value of every rank, in rank order; empty when they have ended."""
     row: dict[int, Any] = {}
     ended: set[int] = set()
+    end = None if deadline_s is None else time.monotonic() + deadline_s
     while len(row) + len(ended) < len(pipes):
-        ready = wait([p for r, p in enumerate(pipes) if r not in row and r not in ended])
+        missing = [r for r in range(len(pipes)) if r not in row and r not in ended]
+        left = None if end is None else max(0.0, end - time.monotonic())
+        ready = wait([pipes[r] for r in missing], left)
+        if not ready:
+            raise RankFailed(f"ranks {missing} of {len(pipes)}: no result within {deadline_s:g} s")
         for rank in (r for r, p in enumerate(pipes) if p in ready):
             try:
                 kind, value = pipes[rank].recv()

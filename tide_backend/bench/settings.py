@@ -13,7 +13,8 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 class Settings:
     """sizes: bytes of the gathered (all-gather), unreduced (reduce-scatter) or whole (all-to-all) buffer.
     parameters, numel (of each): of one FSDP2 parameter group, for the seam.
-    model, layers, tokens (per rank), rounds, profile: for fsdp2, where `versus` may name several, comma-separated."""
+    model, layers, tokens (per rank), rounds, profile: for fsdp2, where `versus` may name several, comma-separated.
+    gemm (M, N, K), collectives: for overlap."""
 
     collective: str
     ranks: int = 4
@@ -29,6 +30,8 @@ class Settings:
     tokens: tuple[int, ...] = ()
     rounds: int = 1
     profile: bool = False
+    gemm: tuple[int, int, int] = (64, 256, 512)
+    collectives: tuple[str, ...] = COLLECTIVES
 
     @property
     def device(self) -> str:

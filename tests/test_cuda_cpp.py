@@ -23,7 +23,7 @@ SOURCES = [
     CSRC / "kernels" / "accumulate.cpp",
     CSRC / "kernels" / "copy.cpp",
 ]
-TRANSPORT = [
+COLLECTIVES = [
     "all_gather",
     "all_gather_in_one_queue",
     "all_to_all",
@@ -31,38 +31,48 @@ TRANSPORT = [
     "all_to_all_of_other_splits",
     "all_to_all_without_kernels",
     "all_to_all_without_staging",
+    "reduce_scatter",
+    "reduce_scatter_in_one_queue",
+]
+PLAIN = [
+    "plain_bytes_differ",
+    "plain_calls",
+]
+SLOTS = [
+    "slot_reuse",
+    "slot_reuse_behind_a_reader",
+    "slot_reuse_differs",
+    "storage_outlives_group",
+    "uneven_free_lists",
+]
+GROUP = [
     "bad_call_of_one_rank",
     "capture_elsewhere",
     "forked_child",
     "overlap",
     "overlap_with_slot_reuse",
-    "plain_bytes_differ",
-    "plain_calls",
-    "reduce_scatter",
-    "reduce_scatter_in_one_queue",
-    "slot_reuse",
-    "slot_reuse_behind_a_reader",
-    "slot_reuse_differs",
-    "storage_outlives_group",
     "two_groups",
-    "uneven_free_lists",
 ]
-FAILURE = [
-    "caller_aborts",
+REFUSALS = [
     "connect_refused",
-    "dead_peer",
-    "destroyed_while_stuck",
-    "device_lost",
-    "driver_error_in_a_plan",
-    "early_leaver",
     "growth_after_making_room",
     "growth_refused",
-    "interrupted_slot",
+    "windows_refused",
+]
+PEERS = [
+    "dead_peer",
+    "early_leaver",
     "nothing_runs_on_garbage",
     "stuck_peer",
     "stuck_peer_and_blocked_host",
     "stuck_peer_with_multicast",
-    "windows_refused",
+]
+FAILURE = [
+    "caller_aborts",
+    "destroyed_while_stuck",
+    "device_lost",
+    "driver_error_in_a_plan",
+    "interrupted_slot",
 ]
 MULTICAST = [
     "all_gather",
@@ -87,7 +97,16 @@ TABLES = [
     "table_of_the_process",
     "versions",
 ]
-PROGRAMS = {"test_cuda_transport": TRANSPORT, "test_cuda_failure": FAILURE, "test_cuda_multicast": MULTICAST}
+PROGRAMS = {
+    "test_cuda_collectives": COLLECTIVES,
+    "test_cuda_plain": PLAIN,
+    "test_cuda_slots": SLOTS,
+    "test_cuda_group": GROUP,
+    "test_cuda_refusals": REFUSALS,
+    "test_cuda_peers": PEERS,
+    "test_cuda_failure": FAILURE,
+    "test_cuda_multicast": MULTICAST,
+}
 CASES = [(program, case) for program, cases in PROGRAMS.items() for case in cases]
 
 # Stand-ins for libnccl.so.2: only what load_nccl() asks of them.

@@ -17,26 +17,33 @@ SOURCES = [
     CSRC / "kernels" / "accumulate.cpp",
     CSRC / "kernels" / "copy.cpp",
 ]
-CASES = [
-    "aborting_rank",
-    "address_space",
-    "copies",
-    "early_leaver",
-    "exchange",
-    "forked_child",
-    "killed_rank",
-    "missing_rank",
-    "network_namespace",
-    "nothing_left",
-    "out_of_memory",
-    "ping_pong",
-    "random_arrival",
-    "stopped_rank",
-    "stranger",
-    "threads",
-    "unable_rank",
-    "wrong_sequence",
-]
+PROGRAMS = {
+    "test_shm": [
+        "copies",
+        "exchange",
+        "forked_child",
+        "nothing_left",
+        "out_of_memory",
+        "ping_pong",
+        "random_arrival",
+        "threads",
+    ],
+    "test_shm_connect": [
+        "address_space",
+        "missing_rank",
+        "network_namespace",
+        "stranger",
+        "unable_rank",
+    ],
+    "test_shm_peers": [
+        "aborting_rank",
+        "early_leaver",
+        "killed_rank",
+        "stopped_rank",
+        "wrong_sequence",
+    ],
+}
+CASES = [(program, case) for program, cases in PROGRAMS.items() for case in cases]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -52,7 +59,7 @@ def _build(folder: Path, flags: tuple[str, ...]) -> None:
             command.append("-fno-sanitize=thread")
         subprocess.run(command, check=True, timeout=200)
         objects.append(str(target))
-    for name in ("test_shm", "test_arena"):
+    for name in [*PROGRAMS, "test_arena"]:
         command = [*common, str(TESTS / f"{name}.cpp"), *objects, "-o", str(folder / name)]
         subprocess.run(command, check=True, timeout=200)
 
@@ -71,13 +78,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_shm(plain: Path, case: str) -> None:
-    _run(plain, "test_shm", case)
+@pytest.mark.parametrize(("program", "case"), CASES)
+def test_shm(plain: Path, program: str, case: str) -> None:
+    _run(plain, program, case)
 
 
-def test_cases_are_complete(plain: Path) -> None:
-    assert _run(plain, "test_shm", "--list").split() == CASES
+@pytest.mark.parametrize(("program", "cases"), PROGRAMS.items())
+def test_cases_are_complete(plain: Path, program: str, cases: list[str]) -> None:
+    assert _run(plain, program, "--list").split() == cases
 
 
 def test_arena(plain: Path) -> None:
@@ -94,5 +102,6 @@ def test_sanitized(tmp_path: Path, sanitizer: str) -> None:
     _run(tmp_path, "test_arena")
     # Under the thread sanitizer only ranks that are threads of one process are of interest; sanitizers reserve more
     # address space than the case about its limit leaves.
-    for case in ["threads"] if sanitizer == "thread" else sorted({*CASES} - {"address_space"}):
-        _run(tmp_path, "test_shm", case)
+    for program, case in CASES:
+        if case == "threads" if sanitizer == "thread" else case != "address_space":
+            _run(tmp_path, program, case)

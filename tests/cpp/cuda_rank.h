@@ -201,21 +201,4 @@ inline uint16_t narrow(float number) {  // to nearest, ties to even
   return static_cast<uint16_t>((word + 0x7FFF + ((word >> 16) & 1)) >> 16);
 }
 
-inline void run_case(const std::map<std::string, void (*)()>& cases, int argc, char** argv, int* code) {
-  const std::string name = argc == 2 ? argv[1] : "";
-  const auto found = cases.find(name);
-  if (found == cases.end()) {
-    for (const auto& [known, body] : cases) std::cout << known << "\n";
-    *code = name == "--list" ? 0 : 2;
-    return;
-  }
-  try {
-    found->second();
-    *code = 0;
-  } catch (const std::exception& error) {
-    std::cerr << name << ": " << error.what() << std::endl;
-    *code = 1;
-  }
-}
-
 }  // namespace tide::test

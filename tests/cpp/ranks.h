@@ -1,4 +1,4 @@
-// Ranks as forked processes, and what the shm tests share.
+// Ranks as forked processes, and what the tests of both transports share.
 #pragma once
 
 #include <signal.h>
@@ -12,6 +12,7 @@
 #include <fstream>
 #include <functional>
 #include <iostream>
+#include <map>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -142,6 +143,23 @@ inline Error caught(const std::function<void()>& body) {
 
 inline void check_contains(const std::string& text, const std::string& part) {
   check(text.find(part) != std::string::npos, "\"" + part + "\" in \"" + text + "\"");
+}
+
+// A test program: runs the case that its one argument names, or lists all of them. Returns the exit code.
+inline int run_case(const std::map<std::string, void (*)()>& cases, int argc, char** argv) {
+  const std::string name = argc == 2 ? argv[1] : "";
+  const auto found = cases.find(name);
+  if (found == cases.end()) {
+    for (const auto& [known, body] : cases) std::cout << known << "\n";
+    return name == "--list" ? 0 : 2;
+  }
+  try {
+    found->second();
+  } catch (const std::exception& error) {
+    std::cerr << name << ": " << error.what() << std::endl;
+    return 1;
+  }
+  return 0;
 }
 
 }  // namespace tide::test

@@ -1,41 +1,16 @@
-// The shm transport with real processes. `test_shm CASE` runs one case; exit code 0 is success.
+// The shm transport with real processes: records, flags, copies, memory, and what is left behind.
+// `test_shm CASE` runs one case; exit code 0 is success.
 #include <fcntl.h>
-#include <sched.h>
-#include <sys/resource.h>
-#include <sys/socket.h>
 
 #include <atomic>
 #include <cstring>
-#include <map>
 #include <random>
 #include <set>
 
-#include "../../csrc/backend/shm_link.h"
-#include "../../csrc/backend/shm_transport.h"
-#include "ranks.h"
+#include "shm_rank.h"
 
 namespace tide::test {
 namespace {
-
-constexpr int64_t kMiB = int64_t{1} << 20;
-
-ShmOptions small_arena(std::chrono::milliseconds handshake = 10s) { return ShmOptions{256 * kMiB, handshake}; }
-
-ShmResult try_join(int rank, int world, const std::string& directory, const ShmOptions& options = small_arena(),
-                   std::chrono::milliseconds store_timeout = 10s) {
-  FileBootstrap bootstrap(directory, store_timeout);
-  return connect_shm(Speaker{rank, world, "test"}, bootstrap, options);
-}
-
-std::shared_ptr<Transport> join(int rank, int world, const std::string& directory) {
-  auto result = try_join(rank, world, directory);
-  check(result.transport != nullptr, "connected: " + result.reason);
-  return result.transport;
-}
-
-void barrier(Transport& transport, uint64_t sequence) {
-  transport.exchange(Channel::all_to_all, sequence, "", within(20s, "barrier"));
-}
 
 void exchange_many() {
   for (const int world : {1, 2, 3, 4}) {
@@ -149,296 +124,6 @@ void copies() {
     }
     const Error error = caught([&] { transport->address(1, 256 * kMiB - 1, 2); });
     check(error.kind() == ErrorKind::usage, error.what());
-  });
-}
-
-void killed_rank() {
-  const int world = 4;
-  const TemporaryDirectory directory;
-  std::vector<pid_t> pids;
-  for (int rank = 0; rank < world; ++rank) {
-    pids.push_back(start_rank(rank, [&, rank] {
-      const auto transport = join(rank, world, directory.path());
-      transport->exchange(Channel::all_gather, 0, std::string("all_gather f32[8]\0rest", 22), within(20s));
-      if (rank == 2) {
-        // A child that outlives rank 2 and holds its sockets open, as a data loader's worker would.
-        if (fork() == 0) {
-          std::this_thread::sleep_for(2s);
-          _exit(0);
-        }
-        kill(getpid(), SIGKILL);
-      }
-      const auto start = Clock::now();
-      const Error error =
-          caught([&] { transport->wait(Channel::all_gather, 2, Flag::data, 1, within(20s, "all_gather #0")); });
-      check(seconds_since(start) < 0.5, "noticed within 0.5 s, took " + std::to_string(seconds_since(start)));
-      check(error.kind() == ErrorKind::peer, error.what());
-      check_contains(error.what(), "rank 2 (pid ");
-      check_contains(error.what(), "exited while");
-      check_contains(error.what(), "last all_gather: #0 (all_gather f32[8]), in progress");
-      if (rank == 0) std::printf("%s\n", error.what());
-      const auto again = Clock::now();
-      const Error other = caught([&] { transport->exchange(Channel::all_gather, 1, "", within(20s)); });
-      check(seconds_since(again) < 0.5, "exchange notices too");
-      check_contains(other.what(), "rank 2 (pid ");
-    }));
-  }
-  bool good = true;
-  for (int rank = 0; rank < world; ++rank)
-    good &= wait_rank(pids[static_cast<size_t>(rank)], 20s) == (rank == 2 ? -SIGKILL : 0);
-  check(good, "the living ranks ended well");
-}
-
-void stopped_rank() {
-  const TemporaryDirectory directory;
-  const auto body = [&](int rank) {
-    const auto transport = join(rank, 3, directory.path());
-    transport->exchange(Channel::reduce_scatter, 7, "reduce_scatter bf16[64]", within(20s));
-    if (rank == 2) raise(SIGSTOP);
-    if (rank != 2) {
-      int interrupts = 0;
-      auto wait = within(700ms, "all_gather #3");
-      wait.interrupted = [&] { ++interrupts; };
-      const auto start = Clock::now();
-      const Error error = caught([&] { transport->exchange(Channel::all_gather, 3, "all_gather f32[2]", wait); });
-      const double took = seconds_since(start);
-      check(took > 0.69 && took < 0.95, "at the deadline, took " + std::to_string(took));
-      check(error.kind() == ErrorKind::timeout, error.what());
-      check_contains(error.what(), "waited 0.7 s for rank 2 (pid ");
-      check_contains(error.what(), "last reduce_scatter: #7 (reduce_scatter bf16[64]), in progress");
-      check(interrupts >= 6, "looked up every 100 ms");
-      if (rank == 0) std::printf("%s\n", error.what());
-      struct Interrupt {};
-      auto soon = within(20s);
-      soon.interrupted = [] { throw Interrupt(); };
-      const auto again = Clock::now();
-      try {
-        transport->wait(Channel::all_gather, 2, Flag::credit, 1, soon);
-        check(false, "interrupted");
-      } catch (const Interrupt&) {
-        check(seconds_since(again) < 0.3, "within one tick");
-      }
-    }
-  };
-  std::vector<pid_t> pids;
-  for (int rank = 0; rank < 3; ++rank) pids.push_back(start_rank(rank, [&, rank] { body(rank); }));
-  const bool good = wait_rank(pids[0], 20s) == 0 && wait_rank(pids[1], 20s) == 0;
-  kill(pids[2], SIGCONT);
-  check(wait_rank(pids[2], 20s) == 0 && good, "all ended well");
-}
-
-// A rank that has done its part and leaves breaks nobody; whoever needs more from it is told at once.
-void early_leaver() {
-  run_ranks(3, [](int rank, const std::string& directory) {
-    auto transport = join(rank, 3, directory);
-    if (rank == 1) {
-      for (const int peer : {0, 2}) transport->signal(Channel::all_gather, peer, Flag::data, 5);
-      transport.reset();
-      return;
-    }
-    std::this_thread::sleep_for(200ms);
-    transport->wait(Channel::all_gather, 1, Flag::data, 5, within(20s));
-    if (rank == 0) {
-      std::this_thread::sleep_for(300ms);
-      transport->signal(Channel::all_gather, 2, Flag::data, 1);
-    } else {
-      transport->wait(Channel::all_gather, 0, Flag::data, 1, within(20s));
-    }
-    const auto start = Clock::now();
-    const Error error = caught([&] { transport->wait(Channel::all_gather, 1, Flag::data, 6, within(20s)); });
-    check(seconds_since(start) < 0.05, "at once");
-    check_contains(error.what(), "left the group while this rank waited for its data flag to reach 6 (it is at 5)");
-    transport->complete(Channel::all_gather, 0);
-  });
-}
-
-void aborting_rank() {
-  run_ranks(3, [](int rank, const std::string& directory) {
-    const auto transport = join(rank, 3, directory);
-    if (rank == 1) {
-      std::this_thread::sleep_for(150ms);
-      transport->abort("out of memory in all_gather #9");
-      const Error own = caught([&] { transport->signal(Channel::all_gather, 0, Flag::data, 1); });
-      check_contains(own.what(), "the group was aborted: out of memory in all_gather #9");
-      std::this_thread::sleep_for(500ms);
-      return;
-    }
-    const auto start = Clock::now();
-    const Error error = caught([&] { transport->exchange(Channel::all_gather, 0, "", within(20s)); });
-    check(seconds_since(start) < 0.4, "promptly");
-    check(error.kind() == ErrorKind::peer, error.what());
-    check_contains(error.what(), "rank 1 (pid ");
-    check_contains(error.what(), "aborted: out of memory in all_gather #9");
-  });
-}
-
-void wrong_sequence() {
-  run_ranks(2, [](int rank, const std::string& directory) {
-    const auto transport = join(rank, 2, directory);
-    const uint64_t sequence = rank == 0 ? 4 : 7;
-    const Error error =
-        caught([&] { transport->exchange(Channel::all_gather, sequence, "x", within(500ms, "all_gather")); });
-    if (rank == 0) {
-      check(error.kind() == ErrorKind::peer, error.what());
-      check_contains(error.what(), "is at all_gather #7, this rank at #4");
-    } else {
-      check(error.kind() == ErrorKind::timeout, error.what());
-    }
-    std::this_thread::sleep_for(600ms);
-  });
-}
-
-void missing_rank() {
-  // Never shows up at all: the store's timeout.
-  run_ranks(2, [](int rank, const std::string& directory) {
-    const auto start = Clock::now();
-    const Error error = caught([&] { try_join(rank, 3, directory, small_arena(), 500ms); });
-    check(seconds_since(start) < 1.5, "bounded");
-    check(error.kind() == ErrorKind::timeout, error.what());
-    check_contains(error.what(), "rank 2 did not take part in the shared-memory handshake");
-  });
-  // Publishes itself and then hangs: the handshake timeout.
-  run_ranks(3, [](int rank, const std::string& directory) {
-    const auto start = Clock::now();
-    if (rank == 2) {
-      class Hanging : public FileBootstrap {
-       public:
-        using FileBootstrap::FileBootstrap;
-        std::string get(const std::string&) override {
-          std::this_thread::sleep_for(1500ms);
-          throw std::runtime_error("hung");
-        }
-      } bootstrap(directory, 1s);
-      caught([&] { connect_shm(Speaker{rank, 3, "test"}, bootstrap, small_arena()); });
-      return;
-    }
-    const Error error = caught([&] { try_join(rank, 3, directory, small_arena(600ms)); });
-    check(seconds_since(start) < 1.2, "bounded by the handshake timeout");
-    check_contains(error.what(), "waited 0.6 s for rank 2 to connect in the shared-memory handshake");
-  });
-}
-
-// A store that works when no descriptor is left, as one with an open connection does.
-class ReservingBootstrap : public FileBootstrap {
- public:
-  explicit ReservingBootstrap(const std::string& directory) : FileBootstrap(directory, 10s) {}
-  ~ReservingBootstrap() override { close(reserve_); }
-  void set(const std::string& key, const std::string& value) override {
-    close(reserve_);
-    FileBootstrap::set(key, value);
-    reserve_ = dup(2);
-  }
-  std::string get(const std::string& key) override {
-    close(reserve_);
-    const std::string value = FileBootstrap::get(key);
-    reserve_ = dup(2);
-    return value;
-  }
-
- private:
-  int reserve_ = dup(2);
-};
-
-// Rank 1 may open a few files only, so it fails at another step each time (or not at all, in the end): nobody
-// gets a transport, all give the same reason, soon.
-void unable_rank() {
-  for (int spare = 1; spare <= 14; ++spare) {
-    run_ranks(3, [&](int rank, const std::string& directory) {
-      ReservingBootstrap bootstrap(directory);
-      std::vector<int> taken;
-      if (rank == 1) {
-        const rlimit few{64, 64};
-        setrlimit(RLIMIT_NOFILE, &few);
-        for (int copy = dup(2); copy >= 0; copy = dup(2)) taken.push_back(copy);
-        for (int i = 0; i < spare; ++i) close(taken[taken.size() - 1 - static_cast<size_t>(i)]);
-      }
-      const auto start = Clock::now();
-      ShmResult result;
-      std::string reason;
-      try {
-        result = connect_shm(Speaker{rank, 3, "test"}, bootstrap, small_arena());
-        reason = result.reason;
-      } catch (const std::exception& error) {
-        check(false, "spare " + std::to_string(spare) + ": " + error.what());
-      }
-      check(seconds_since(start) < 2, "soon");
-      check((result.transport == nullptr) == !reason.empty(), "a transport or a reason");
-      if (spare < 6) check(result.transport == nullptr, "too few descriptors");
-      if (spare == 14) check(result.transport != nullptr, reason);
-      if (!reason.empty()) check_contains(reason, "rank 1");
-      bootstrap.set("reason/" + std::to_string(rank), reason);
-      check(bootstrap.get("reason/0") == reason, "the same reason");
-      if (rank == 2) std::printf("%d spare: %s\n", spare, reason.c_str());
-    });
-  }
-}
-
-// A limit on address space: an arena shrinks to what all its mappings allow; a peer's arena that does not fit is a
-// reason, the same on every rank.
-void address_space() {
-  const rlimit two_gib{2048 * kMiB, 2048 * kMiB};
-  run_ranks(2, [&](int rank, const std::string& directory) {
-    setrlimit(RLIMIT_AS, &two_gib);
-    const auto result = try_join(rank, 2, directory, ShmOptions{64 * 1024 * kMiB, 10s});
-    check(result.transport != nullptr, result.reason);
-    std::string why;
-    check(result.transport->arena()->acquire(64 * kMiB, &why).has_value(), why);
-    result.transport->address(1 - rank, 256 * kMiB, 1);
-    caught([&] { result.transport->address(1 - rank, 2048 * kMiB, 1); });
-    barrier(*result.transport, 0);
-  });
-  run_ranks(3, [&](int rank, const std::string& directory) {
-    if (rank == 1) setrlimit(RLIMIT_AS, &two_gib);
-    const auto result = try_join(rank, 3, directory, ShmOptions{4096 * kMiB, 10s});
-    check(result.transport == nullptr, "no transport");
-    FileBootstrap bootstrap(directory, 10s);
-    bootstrap.set("reason/" + std::to_string(rank), result.reason);
-    check(bootstrap.get("reason/0") == result.reason, "the same reason");
-    check_contains(result.reason, "rank 1 with rank 2: mmap of 4294967296 bytes failed: Cannot allocate memory");
-  });
-}
-
-// Ranks in two network namespaces, as two containers of one machine are, cannot reach each other's sockets.
-void network_namespace() {
-  if (unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0 && unshare(CLONE_NEWNET) != 0) {
-    std::printf("skipped: this system lets no process make a network namespace\n");
-    return;
-  }
-  run_ranks(2, [](int rank, const std::string& directory) {
-    if (rank == 1) check(unshare(CLONE_NEWNET) == 0, "unshare");
-    const auto start = Clock::now();
-    const auto result = try_join(rank, 2, directory);
-    check(seconds_since(start) < 1, "at once");
-    check(result.transport == nullptr, "no transport");
-    check_contains(result.reason, "rank 1 has network namespace net:[");
-  });
-}
-
-// Another process that finds the socket: one that says nothing and one that sends rubbish. Neither becomes a
-// rank, neither holds the group up.
-void stranger() {
-  run_ranks(2, [](int rank, const std::string& directory) {
-    class Meddling : public FileBootstrap {
-     public:
-      using FileBootstrap::FileBootstrap;
-      std::string get(const std::string& key) override {
-        const std::string value = FileBootstrap::get(key);
-        std::istringstream words(value);
-        for (std::string word; words >> word;) {
-          if (word.rfind("tide-", 0) != 0) continue;
-          strangers_.push_back(connect_abstract(word));
-          strangers_.push_back(connect_abstract(word));
-          check(send(strangers_.back().get(), "rubbish", 7, 0) == 7, "send");
-          strangers_.push_back(connect_abstract(word));
-          send_greeting(strangers_.back(), Hello{0x74696465, 2, 1, 1, 4096, 4096, Secret{}}, Fd(dup(0)), Fd(dup(0)));
-        }
-        return value;
-      }
-      std::vector<Fd> strangers_;
-    } bootstrap(directory, 10s);
-    const auto result = connect_shm(Speaker{rank, 2, "test"}, bootstrap, small_arena());
-    check(result.transport != nullptr, result.reason);
-    barrier(*result.transport, 0);
   });
 }
 
@@ -566,40 +251,16 @@ void threads() {
   check(good == world, "every rank ends well");
 }
 
-const std::map<std::string, void (*)()> kCases{{"exchange", exchange_many},
-                                               {"ping_pong", ping_pong},
-                                               {"copies", copies},
-                                               {"killed_rank", killed_rank},
-                                               {"random_arrival", random_arrival},
-                                               {"stopped_rank", stopped_rank},
-                                               {"early_leaver", early_leaver},
-                                               {"aborting_rank", aborting_rank},
-                                               {"address_space", address_space},
-                                               {"network_namespace", network_namespace},
-                                               {"wrong_sequence", wrong_sequence},
-                                               {"missing_rank", missing_rank},
-                                               {"unable_rank", unable_rank},
-                                               {"out_of_memory", out_of_memory},
+const std::map<std::string, void (*)()> kCases{{"copies", copies},
+                                               {"exchange", exchange_many},
                                                {"forked_child", forked_child},
                                                {"nothing_left", nothing_left},
-                                               {"stranger", stranger},
+                                               {"out_of_memory", out_of_memory},
+                                               {"ping_pong", ping_pong},
+                                               {"random_arrival", random_arrival},
                                                {"threads", threads}};
 
 }  // namespace
 }  // namespace tide::test
 
-int main(int argc, char** argv) {
-  const std::string name = argc == 2 ? argv[1] : "";
-  const auto found = tide::test::kCases.find(name);
-  if (found == tide::test::kCases.end()) {
-    for (const auto& [known, run] : tide::test::kCases) std::cout << known << "\n";
-    return name == "--list" ? 0 : 2;
-  }
-  try {
-    found->second();
-  } catch (const std::exception& error) {
-    std::cerr << name << ": " << error.what() << std::endl;
-    return 1;
-  }
-  return 0;
-}
+int main(int argc, char** argv) { return tide::test::run_case(tide::test::kCases, argc, argv); }

@@ -1,0 +1,164 @@
+// Memory of a CUDA group: slots that are given back and used again, staging in them, free lists that differ.
+// `test_cuda_slots CASE` runs one case; exit code 0 is success.
+#include "cuda_calls.h"
+
+namespace tide::test {
+namespace {
+
+// Staging lies in slots that were given back. A rank that has none makes all get a segment for it.
+void slot_reuse() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().jitter_us = 300;
+    {
+      Settings settings;
+      settings.staging_bytes = 64 << 10;
+      settings.slot_reuse = true;
+      CudaRank me(rank, 3, directory, settings);
+      me.connect();
+      auto& arena = me.transport()->device_arena();
+      check(arena.bytes_committed() == 0, "no segment for staging");
+      Gather gather{me, slot_layout(3, {300000})};
+      Scatter scatter{me, ElementType::bf16, ElementType::f32, 1.0, gradient_layout(3, {90000})};
+      Exchange exchange{me, exchanges(3)[2], {}};
+      gather.call(1, true);
+      const int64_t slots = arena.bytes_committed();
+      for (int i = 2; i < 12; ++i) {
+        scatter.call(i);
+        gather.call(i, true);
+        exchange.call(i, Path::staged, "through staging windows");
+      }
+      check(arena.bytes_committed() == slots && arena.bytes_in_use() == 0, "staging took what the slots left");
+
+      std::optional<Window> kept;
+      if (rank == 1) {
+        std::string why;
+        kept = arena.acquire(slots, &why);  // no room left, on this rank alone
+        check(kept.has_value(), why);
+      }
+      for (int i = 12; i < 16; ++i) scatter.call(i);
+      check(arena.bytes_committed() == slots + (2 << 20), "one segment more, on every rank");
+      check(me.transport()->provided(Channel::reduce_scatter), "for reduce-scatter");
+      check(!me.transport()->provided(Channel::all_to_all), "and for nothing else");
+      if (kept) arena.release(*kept);
+      gather.call(16, true);
+      gather.finish();
+      scatter.finish();
+      exchange.finish();
+    }
+    check_nothing_left();
+  });
+}
+
+// A slot is given back while a stream, which nothing else is ordered behind, still reads it: staging that takes its
+// place waits for that, and so do the peers that write it.
+void slot_reuse_behind_a_reader() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      Settings settings;
+      settings.staging_bytes = 64 << 10;
+      settings.slot_reuse = true;
+      CudaRank me(rank, 2, directory, settings);
+      me.connect();
+      auto& arena = me.transport()->device_arena();
+      cuda::Stream reader = nullptr;
+      cuda::check(cuda::driver().stream_create(&reader, 1, 0), "stream");
+      const auto layout = slot_layout(2, {500000});
+      Scatter scatter{me, ElementType::bf16, ElementType::f32, 1.0, gradient_layout(2, {90000})};
+      std::atomic<int> wrong{0};
+      for (int number = 1; number <= 3; ++number) {
+        const Window window = me.slot(layout->total_gathered_numel() * 2);
+        auto* words = reinterpret_cast<uint16_t*>(arena.address(window));
+        FakeDriver::launch(me.copy_in(), [=] {
+          for (int64_t i = 0; i < 500000; ++i) words[rank * 500000 + i] = value(rank, i, number);
+        });
+        me.run(me.all_gather(layout, reinterpret_cast<std::byte*>(words), nullptr));
+        join(me.caller(), reader);
+        FakeDriver::launch(reader, [&wrong, words, number] {
+          std::this_thread::sleep_for(200ms);
+          for (int64_t i = 0; i < 1000000; ++i)
+            wrong += words[i] != value(static_cast<int>(i / 500000), i % 500000, number);
+        });
+        me.release(window, reader);
+        scatter.call(number);
+        cuda::driver().stream_synchronize(reader);
+      }
+      scatter.finish();
+      check(wrong == 0, std::to_string(wrong) + " elements were overwritten under the reader");
+      cuda::driver().stream_destroy(reader);
+    }
+    check_nothing_left();
+  });
+}
+
+void slot_reuse_differs() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    {
+      Settings settings;
+      settings.slot_reuse = rank == 2;
+      CudaRank me(rank, 3, directory, settings);
+      me.engine().connect();
+      const auto [shared, why] = me.engine().shared_memory();
+      check(!shared, "not connected");
+      check_contains(why, "got TIDE_SLOT_REUSE=0 on rank 0 and 1 on rank 2, expected the same on every rank");
+    }
+    check_nothing_left();
+  });
+}
+
+// Storages may outlive their group: the memory goes with the last of them, and can be read until then.
+void storage_outlives_group() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    std::shared_ptr<cuda::CudaTransport> transport;
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      const Window window = me.slot(5 << 20);
+      transport = me.transport();
+      std::byte* memory = transport->device_arena().address(window);
+      FakeDriver::launch(me.caller(), [memory] { memory[(5 << 20) - 1] = std::byte{7}; });
+      me.engine().shutdown();
+      check(FakeNccl::get().windows == 0 && FakeNccl::get().communicators == 0, "windows and communicator are gone");
+      check(FakeNccl::get().allocations == 2, "memory is still there");
+      cuda::Event last_use = nullptr;
+      cuda::driver().event_create(&last_use, 0);
+      cuda::driver().event_record(last_use, me.caller());
+      transport->note_use(Channel::all_gather, window);
+      transport->device_arena().release_behind(window, last_use, nullptr);
+      cuda::driver().event_synchronize(last_use);
+      check(memory[(5 << 20) - 1] == std::byte{7}, "the memory can be read");
+      transport.reset();
+    }
+    check_nothing_left();
+  });
+}
+
+// Reshard is a rank's own business, so free lists differ: whoever has no room makes all grow, and offsets may differ.
+void uneven_free_lists() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 3, directory);
+      me.connect();
+      std::vector<Window> kept;
+      Gather gather{me, slot_layout(3, {5000, 11})};
+      for (int i = 1; i <= 12; ++i) {
+        if (i % 3 == rank) kept.push_back(me.slot(400000));
+        if (i % 3 != rank) me.release(me.slot(400000));
+        gather.call(i, true);
+      }
+      gather.finish();
+      for (const Window& window : kept) me.release(window);
+    }
+    check_nothing_left();
+  });
+}
+
+const std::map<std::string, void (*)()> kCases{{"slot_reuse", slot_reuse},
+                                               {"slot_reuse_behind_a_reader", slot_reuse_behind_a_reader},
+                                               {"slot_reuse_differs", slot_reuse_differs},
+                                               {"storage_outlives_group", storage_outlives_group},
+                                               {"uneven_free_lists", uneven_free_lists}};
+
+}  // namespace
+}  // namespace tide::test
+
+int main(int argc, char** argv) { return tide::test::run_case(tide::test::kCases, argc, argv); }

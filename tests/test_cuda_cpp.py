@@ -13,8 +13,8 @@ import pytest
 TESTS = Path(__file__).parent / "cpp"
 CSRC = Path(__file__).parent.parent / "csrc"
 PARTS = (
-    "agreement engine env error executor fork_guard lane layout memory_limit plan plan_all_gather plan_all_to_all "
-    "plan_reduce_scatter range_allocator recorder select types"
+    "agreement engine env error executor fork_guard lane layout meeting memory_limit plan plan_all_gather "
+    "plan_all_to_all plan_reduce_scatter range_allocator recorder select types"
 )
 SOURCES = [
     *(CSRC / "backend" / f"{name}.cpp" for name in PARTS.split()),

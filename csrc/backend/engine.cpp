@@ -1,36 +1,15 @@
 #include "engine.h"
 
 #include <cstring>
-#include <numeric>
+
+#include "meeting.h"
 
 namespace tide {
 
 namespace {
 
 constexpr size_t kCachedPlans = 512;
-// A rank whose own arguments are wrong leaves a note for its peers and does not wait long for them.
-constexpr auto kProblemWait = std::chrono::seconds(1);
 constexpr char kBare[] = "tide: ";  // how errors begin that were raised where neither rank nor call is known
-
-// Gives a window back when the call is over, whichever way it ends.
-class Staged {
- public:
-  Staged(std::shared_ptr<Transport> transport, Channel channel, int64_t bytes, std::string* why)
-      : transport_(std::move(transport)), channel_(channel) {
-    if (bytes > 0) window_ = transport_->acquire(channel_, bytes, why);
-  }
-  ~Staged() {
-    if (window_) transport_->release(channel_, *window_);
-  }
-  Staged(const Staged&) = delete;
-  Staged& operator=(const Staged&) = delete;
-  const std::optional<Window>& window() const { return window_; }
-
- private:
-  std::shared_ptr<Transport> transport_;
-  Channel channel_;
-  std::optional<Window> window_;
-};
 
 std::string plan_key(const Request& q, Path path) {
   std::string key;
@@ -55,26 +34,15 @@ std::string plan_key(const Request& q, Path path) {
   return key;
 }
 
-// In a zero-copy all-to-all: where what `rank` sends begins in each peer's output.
-std::vector<int64_t> peer_offsets(const std::vector<CallRecord>& records, int rank) {
-  std::vector<int64_t> result;
-  for (const CallRecord& peer : records) {
-    result.push_back(std::accumulate(peer.out_splits.begin(), peer.out_splits.begin() + rank, int64_t{0}));
-  }
-  return result;
-}
-
-// In a zero-copy all-gather: a multicast write lands at the same place of every segment, so all outputs must lie there.
-void offer_multicast(const std::vector<CallRecord>& records, int rank, Transport& transport, Capabilities* known) {
-  const CallRecord& mine = records[static_cast<size_t>(rank)];
-  const Multicast multicast = transport.multicast(mine.window_offset, mine.window_bytes);
-  known->multicast = multicast.usable;
-  known->no_multicast_reason = multicast.why_not;
-  for (const CallRecord& record : records) {
-    if (!multicast.usable || record.window_offset == mine.window_offset) continue;
-    known->multicast = false;
-    known->no_multicast_reason = "ranks' outputs lie at different places in their segments";
-  }
+// What all paths need to know of a call.
+Execution execution_of(const CollectiveCall& call) {
+  Execution execution;
+  execution.channel = call.request.op;
+  execution.buffers = call.buffers;
+  execution.in_type = call.request.in_type;
+  execution.out_type = call.request.out_type;
+  execution.scale = call.request.scale;
+  return execution;
 }
 
 }  // namespace
@@ -258,7 +226,7 @@ std::string Engine::provide(Transport& transport, Channel channel, const Wait& w
 }
 
 Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
-  Request q = call.request;
+  const Channel op = call.request.op;
   connect();
   std::shared_ptr<Transport> transport;
   Capabilities known;
@@ -269,113 +237,26 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
   }
   if (!transport && !call.problem.empty()) fail(ErrorKind::usage, who_, wait.call, call.problem);
 
-  Selection selection = select(known, q);
-  Execution execution;
-  execution.channel = q.op;
-  execution.buffers = call.buffers;
-  execution.in_type = q.in_type;
-  execution.out_type = q.out_type;
-  execution.scale = q.scale;
-
+  Selection selection = select(known, call.request);
   if (selection.path == Path::local) {
     recorder_.update(call.record_id, selection.path, selection.reason);
-    execute(*plan(q, selection.path), execution, nullptr, wait);
+    execute(*plan(call.request, selection.path), execution_of(call), nullptr, wait);
     return selection;
   }
   if (!transport) return selection;
 
-  // Everybody says what it means to do and where it may be written. Even calls for the inner backend pass here, so
-  // that ranks which disagree hear of it instead of hanging in different places.
-  auto& exchanges = exchanges_[static_cast<size_t>(q.op)];
-  CallRecord mine = describe(q);
-  mine.problem = call.problem;
-  mine.staging_bytes = options_.staging.budget_bytes;
-  mine.plain_bytes = options_.plain_bytes;
-  auto meet = [&](const Wait& until) {
-    const auto all = transport->exchange(q.op, ++exchanges, mine.encode(), until);
-    std::vector<CallRecord> records;
-    for (const auto& one : all) records.push_back(CallRecord::decode(one));
-    if (auto problem = mismatch(records)) {
-      transport->complete(q.op, exchanges);
-      fail(ErrorKind::usage, who_, wait.call, *problem);
-    }
-    return records;
-  };
-  if (!call.problem.empty()) {
-    Wait brief = wait;
-    brief.deadline = std::min(wait.deadline, Clock::now() + kProblemWait);
-    try {
-      meet(brief);
-    } catch (const Error&) {
-      transport->complete(q.op, exchanges);
-    }
-    fail(ErrorKind::usage, who_, wait.call, call.problem);
-  }
-
-  std::optional<Staged> staged;
-  auto offer_staging = [&] {
-    const int64_t bytes = plan(q, Path::staged)->window_bytes;
-    std::string why;
-    staged.emplace(transport, q.op, bytes, &why);
-    mine.window_offset = -1;
-    mine.window_bytes = bytes;
-    if (staged->window()) mine.window_offset = staged->window()->offset;
-    // Where staging is not made yet, the records say whether anybody needs it.
-    if (mine.lacks_window() && transport->provided(q.op)) {
-      mine.problem = "no memory for " + std::to_string(bytes) + " bytes of staging: " + why +
-                     "; raise TIDE_ARENA_BYTES or lower TIDE_STAGING_BYTES";
-    }
-  };
-  mine.output_in_arena = false;
-  if (selection.path == Path::staged || selection.path == Path::zero_copy) {
-    const auto offset = q.output_in_arena ? transport->arena()->offset_of(call.buffers.output, call.output_bytes)
-                                          : std::optional<int64_t>();
-    if (offset) {
-      mine.output_in_arena = true;
-      mine.window_offset = *offset;
-      mine.window_bytes = call.output_bytes;
-    } else if (selection.path == Path::staged) {
-      offer_staging();
-    }
-  }
-  std::vector<CallRecord> records = meet(wait);
-
-  size_t in_arena = 0, outputs = 0;
-  bool lacking = false;
-  for (const auto& record : records) {
-    in_arena += record.output_in_arena;
-    outputs += record.has_output();
-    lacking = lacking || record.lacks_window();
-    known.input_types_differ = known.input_types_differ || record.input_types != mine.input_types;
-  }
-  known.outputs_known = true;
-  known.every_output_in_arena = outputs > 0 && in_arena == outputs;
-  if (known.every_output_in_arena && q.op == Channel::all_gather) offer_multicast(records, q.rank, *transport, &known);
-  selection = select(known, q);
-  // Ranks that have been at their outputs so far may lack staging as well.
-  if (selection.path == Path::staged && (lacking || in_arena > 0) && !transport->provided(q.op)) {
-    known.no_staging_reason = provide(*transport, q.op, wait);
-    selection = select(known, q);
-  }
-  if (selection.path == Path::staged && (lacking || in_arena > 0)) {
-    // Some outputs lie in the arena and some do not, or staging is new: windows are agreed once more.
-    if (in_arena > 0) {
-      selection.reason = std::to_string(outputs - in_arena) + " of " + std::to_string(outputs) +
-                         " ranks had no slot in the arena for the output";
-    }
-    if (!staged || mine.lacks_window()) offer_staging();
-    records = meet(wait);
-  }
-  if (selection.path == Path::zero_copy && q.op == Channel::all_to_all) q.peer_offsets = peer_offsets(records, q.rank);
-  q.multicast = selection.multicast;
+  Meeting meeting(*this, transport, known, call, wait);
+  selection = meeting.agree(selection.path);
   recorder_.update(call.record_id, selection.path, selection.reason);
+  const uint64_t exchanges = exchanges_[static_cast<size_t>(op)];
   if (selection.path != Path::inner) {
-    for (const auto& record : records) execution.windows.push_back(record.window_offset);
+    Execution execution = execution_of(call);
+    execution.windows = meeting.windows();
     // Not the ticket: a call that was given up before it met its peers has one on this rank alone.
     execution.sequence = exchanges;
-    move(q, selection.path, execution, transport.get(), wait);
+    move(meeting.request(), selection.path, execution, transport.get(), wait);
   }
-  transport->complete(q.op, exchanges);
+  transport->complete(op, exchanges);
   return selection;
 }
 

@@ -91,6 +91,8 @@ class Engine {
   void shutdown();
 
  private:
+  class Meeting;  // one call's agreement with the peers: meeting.h
+
   Capabilities capabilities() const;  // with mutex_ held
   Selection carry_out(const CollectiveCall& call, const Wait& wait);
   std::string provide(Transport& transport, Channel channel, const Wait& wait);

@@ -42,7 +42,7 @@ LAYERS = (
     Layer("engine", 4, ("backend/engine", "backend/lane", "backend/agreement", "backend/meeting", "backend/recorder")),
     Layer("backend", 5, ("backend/backend", "backend/backend_*", "backend/work"), torch=True),
     Layer("backend", 5, ("backend/options", "backend/layout_table", "backend/layout_fallback"), torch=True),
-    Layer("backend", 5, ("backend/slot", "backend/slot_*"), torch=True),
+    Layer("backend", 5, ("backend/slot", "backend/slot_*", "backend/store_bootstrap"), torch=True),
 )
 TORCH = re.compile(r"(torch|ATen|c10|pybind11)/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

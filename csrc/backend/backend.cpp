@@ -1,59 +1,22 @@
+// A group's life, its inner backends, and how a call is issued.
 #include "backend.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/version.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "shm_transport.h"
+#include "store_bootstrap.h"
 #include "work.h"
 
 namespace tide {
 
 namespace {
-
-class StoreBootstrap : public Bootstrap {
- public:
-  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout)
-      : store_(std::move(store)), timeout_(timeout) {}
-  void set(const std::string& key, const std::string& value) override {
-    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
-  }
-  std::string get(const std::string& key) override {
-    store_->wait({key}, timeout_);
-    const auto bytes = store_->get(key);
-    return {bytes.begin(), bytes.end()};
-  }
-  // Asks again and again: a wait of the store that is cut short warns each time.
-  std::string await(const std::string& key, const std::function<void()>& tick) override {
-    constexpr std::chrono::microseconds kShortest(200), kLongest(20000);
-    const auto end = Clock::now() + timeout_;
-    auto pause = kShortest;
-    auto ticked = Clock::now();
-    while (!store_->check({key})) {
-      const auto now = Clock::now();
-      if (now >= end) {
-        throw std::runtime_error("no answer in the store within " + std::to_string(timeout_.count()) + " ms");
-      }
-      if (now - ticked >= std::chrono::milliseconds(100)) {
-        tick();
-        ticked = now;
-      }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, kLongest);
-    }
-    return get(key);
-  }
-  bool has(const std::string& key) override { return store_->check({key}); }
-
- private:
-  c10::intrusive_ptr<c10d::Store> store_;
-  std::chrono::milliseconds timeout_;
-};
 
 EngineOptions engine_options(const BackendOptions& options, std::function<void()> interrupted) {
   EngineOptions result;
@@ -71,22 +34,6 @@ EngineOptions engine_options(const BackendOptions& options, std::function<void()
   result.staging.budget_bytes = options.staging_bytes;
   result.recorded_calls = static_cast<size_t>(options.recorded_calls);
   return result;
-}
-
-ElementType element_type(at::ScalarType type) {
-  if (type == at::kFloat) return ElementType::f32;
-  if (type == at::kDouble) return ElementType::f64;
-  if (type == at::kBFloat16) return ElementType::bf16;
-  if (type == at::kInt) return ElementType::i32;
-  if (type == at::kLong) return ElementType::i64;
-  return ElementType::bytes;
-}
-
-std::string shape(const at::Tensor& t) {
-  std::string text = c10::toString(t.scalar_type());
-  text += "[";
-  for (int64_t d = 0; d < t.dim(); ++d) text += (d ? ", " : "") + std::to_string(t.size(d));
-  return text + "]";
 }
 
 }  // namespace
@@ -119,6 +66,38 @@ TideBackend::~TideBackend() {
 
 void TideBackend::leave() {
   if (owner_ == getpid()) engine_->shutdown();
+}
+
+void TideBackend::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13  // gloo has none before
+  for (auto& [device, backend] : inner_) backend->setTimeout(timeout);
+#endif
+}
+
+void TideBackend::abort() {
+  run_abort_hooks();
+  const std::string reason = "the process group was aborted on rank " + std::to_string(getRank());
+  engine_->abort(reason);
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_) cuda_->abort(reason);
+  }
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  for (auto& [device, backend] : inner_) backend->abort();
+}
+
+void TideBackend::shutdown() {
+  if (owner_ != getpid()) return;
+  engine_->shutdown();
+  {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_) cuda_->shutdown();
+  }
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  for (auto& [device, backend] : inner_) backend->shutdown();
+  inner_.clear();
 }
 
 CudaSide* TideBackend::cuda_side(at::Device device) {
@@ -305,25 +284,6 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   return inner_work;
 }
 
-std::string TideBackend::inner_only_reason(CudaSide& side, const Request& q) {
-  if (side.capturing()) return "called while a CUDA graph is captured";
-  // Between startCoalescing and endCoalescing NCCL's own group may be open on this thread, and tide's start and growth
-  // call NCCL.
-  const bool nccl_has_it = q.op != Channel::reduce_scatter || q.in_type == q.out_type;
-  std::lock_guard<std::mutex> lock(inner_mutex_);
-  return coalescing_ && nccl_has_it ? "issued as one with other calls" : "";
-}
-
-// Packing reads a result as soon as its call is enqueued; inside NCCL's group nothing is before the group ends.
-void TideBackend::refuse_coalesced_packing(Channel op) {
-  std::lock_guard<std::mutex> lock(inner_mutex_);
-  if (!coalescing_) return;
-  fail(ErrorKind::usage, engine_->speaker(), to_string(op),
-       "a layout or bfloat16 into float32 among calls issued as one, in a group whose CUDA calls are left to nccl; got "
-       "a "
-       "call that is unpacked before they end, expected none; issue it outside of the coalescing manager");
-}
-
 c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(Engine& engine, Issue& issue, const Selection& why) {
   const Channel channel = issue.call.request.op;
   engine.raise_if_poisoned(to_string(channel));
@@ -373,302 +333,6 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (coalescing_) coalesced_.push_back(work);
   return work;
-}
-
-c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                            const c10d::AllgatherOptions& opts) {
-  auto applied = LayoutTable::global().take(output);
-  CudaSide* side = nullptr;
-  if (!output.is_cpu() || !input.is_cpu()) {
-    if (output.is_cuda() && input.is_cuda()) side = applied ? cuda_side(output.device()) : plain_side(output.device());
-    if (!side && applied) refuse_coalesced_packing(Channel::all_gather);
-    if (!side && applied) return gather_by_packing(*inner(output.device().type()), output, input, *applied, opts);
-    if (!side) return inner(output.device().type())->_allgather_base(output, input, opts);
-  }
-  Issue issue;
-  issue.op = c10d::OpType::_ALLGATHER_BASE;
-  issue.async = opts.asyncOp;
-  issue.timeout = opts.timeout;
-  issue.outputs = {output};
-  issue.bytes = static_cast<int64_t>(output.nbytes());
-  Request& q = issue.call.request;
-  q = request(Channel::all_gather, input, output);
-  q.numel = input.numel();
-  int64_t expected = q.numel * q.world;
-  if (applied) {
-    q.layout = applied->layout;
-    q.placed = applied->placed;
-    issue.label = applied->label;
-    expected = q.layout->total_gathered_numel();
-  }
-  if (input.scalar_type() != output.scalar_type()) {
-    issue.call.problem = "input and output differ in dtype; got " + shape(input) + " and " + shape(output) +
-                         ", expected the same; convert one of them";
-  } else if (output.numel() != expected || (q.layout && q.layout->total_shard_numel() != q.numel)) {
-    issue.call.problem = "sizes do not fit; got input " + shape(input) + " and output " + shape(output) +
-                         ", expected an output of " + std::to_string(expected) + " elements" +
-                         (q.layout ? " and an input of " + std::to_string(q.layout->total_shard_numel()) + " (layout " +
-                                         q.layout->describe() + ")"
-                                   : " (input times " + std::to_string(q.world) + " ranks)") +
-                         "; resize the output or the input";
-  } else if (q.layout && q.layout->world() != q.world) {
-    issue.call.problem = "the layout is for " + std::to_string(q.layout->world()) + " ranks; expected " +
-                         std::to_string(q.world) + "; make it with the group's size";
-  } else if (q.placed && !output.is_contiguous()) {
-    issue.call.problem = "a placed shard needs a contiguous output; got strides that are not; pass a contiguous one";
-  } else {
-    at::Tensor out = repaired_output(output, issue);
-    at::Tensor in = input;
-    if (!q.placed) {
-      const auto* place = static_cast<const std::byte*>(out.const_data_ptr()) + q.rank * input.nbytes();
-      in = apart(repaired(input, issue), out, q.layout ? nullptr : place, issue);
-    }
-    q.output_in_arena = in_arena(out);
-    issue.call.buffers.inputs = {static_cast<const std::byte*>(q.placed ? nullptr : in.const_data_ptr())};
-    issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
-    issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
-  }
-  issue.inner = [this, output, input, applied, opts]() mutable {
-    auto& backend = *inner(output.device().type());
-    if (applied) return gather_by_packing(backend, output, input, *applied, opts);
-    return backend._allgather_base(output, input, opts);
-  };
-  if (side) return issue_cuda(*side, std::move(issue));
-  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
-}
-
-namespace {
-
-// SUM, AVG and PREMUL_SUM are one operation with a scale; the others are left to the inner backend.
-std::pair<Reduction, double> reduction(const c10d::ReduceOp& op, int world, bool integral) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return {Reduction::sum, 1.0};
-    case c10d::ReduceOp::AVG:
-      return {integral ? Reduction::other : Reduction::sum, 1.0 / world};
-    case c10d::ReduceOp::PREMUL_SUM: {
-      auto* supplement = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-      if (!supplement || integral) return {Reduction::other, 1.0};
-      const at::Tensor& factor = supplement->tensor_factor;
-      if (factor.defined() && factor.numel() != 1) return {Reduction::other, 1.0};
-      return {Reduction::sum, factor.defined() ? factor.item().toDouble() : supplement->double_factor};
-    }
-    case c10d::ReduceOp::MIN:
-      return {Reduction::min, 1.0};
-    case c10d::ReduceOp::MAX:
-      return {Reduction::max, 1.0};
-    case c10d::ReduceOp::PRODUCT:
-      return {Reduction::product, 1.0};
-    case c10d::ReduceOp::BAND:
-    case c10d::ReduceOp::BOR:
-    case c10d::ReduceOp::BXOR:
-    case c10d::ReduceOp::UNUSED:
-      return {Reduction::other, 1.0};
-  }
-  return {Reduction::other, 1.0};
-}
-
-bool widens(const at::Tensor& input, const at::Tensor& output) {
-  return input.scalar_type() == at::kBFloat16 && output.scalar_type() == at::kFloat;
-}
-
-// The tensor that stands for all: one of the output's type if there is one, as bf16 beside it is widened.
-const at::Tensor& widest(const std::vector<at::Tensor>& tensors, const at::Tensor& output) {
-  for (const at::Tensor& t : tensors) {
-    if (t.scalar_type() == output.scalar_type()) return t;
-  }
-  return tensors[0];
-}
-
-// One tensor per parameter: puts their types into the request when there are two. Returns the call's bytes.
-int64_t note_types(const std::vector<at::Tensor>& tensors, Request& q) {
-  const auto differs = [&](const at::Tensor& t) { return element_type(t.scalar_type()) != q.in_type; };
-  if (std::none_of(tensors.begin(), tensors.end(), differs)) return q.numel * q.world * q.itemsize;
-  q.type_name = "BFloat16 and Float -> Float";
-  int64_t bytes = 0;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    q.in_types.push_back(element_type(tensors[i].scalar_type()));
-    bytes += q.layout->shard_numel(i) * q.world * tensors[i].element_size();
-  }
-  return bytes;
-}
-
-}  // namespace
-
-c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                                 const c10d::ReduceScatterOptions& opts) {
-  auto applied = LayoutTable::global().take(input);
-  const at::Tensor& sample = applied && !applied->tensors.empty() ? widest(applied->tensors, output) : input;
-  const auto [op, scale] = reduction(opts.reduceOp, getSize(), at::isIntegralType(sample.scalar_type(), true));
-  CudaSide* side = nullptr;
-  if (!output.is_cpu() || !input.is_cpu()) {
-    // One type in and out is nccl's as well.
-    const bool plain = !applied && input.scalar_type() == output.scalar_type();
-    if (output.is_cuda() && input.is_cuda()) side = plain ? plain_side(output.device()) : cuda_side(output.device());
-    if (!side && plain) return inner(output.device().type())->_reduce_scatter_base(output, input, opts);
-    if (!side) refuse_coalesced_packing(Channel::reduce_scatter);
-    if (!side) return scatter_by_packing(*inner(output.device().type()), output, input, applied, scale, opts);
-  }
-  Issue issue;
-  issue.op = c10d::OpType::_REDUCE_SCATTER_BASE;
-  issue.async = opts.asyncOp;
-  issue.timeout = opts.timeout;
-  issue.outputs = {output};
-  Request& q = issue.call.request;
-  q = request(Channel::reduce_scatter, sample, output);
-  q.numel = output.numel();
-  q.in_type = element_type(sample.scalar_type());
-  q.out_type = element_type(output.scalar_type());
-  q.reduction = op;
-  q.scale = scale;
-  issue.bytes = q.numel * q.world * q.itemsize;
-  std::string& problem = issue.call.problem;
-  int64_t expected = q.numel * q.world;
-  if (applied) {
-    q.layout = applied->layout;
-    q.separate_inputs = applied->separate;
-    issue.label = applied->label;
-    if (!applied->separate) expected = q.layout->total_gathered_numel();
-    if (applied->separate) q.scalar_type = static_cast<int>(output.scalar_type());
-  }
-  const bool widening = widens(sample, output);
-  if (sample.scalar_type() != output.scalar_type() && !widening) {
-    problem = "input and output differ in dtype; got " + shape(sample) + " and " + shape(output) +
-              ", expected the same, or bfloat16 into float32; convert one of them";
-  } else if (widening && op != Reduction::sum) {
-    problem = std::string("bfloat16 into float32 with ") + to_string(op) +
-              "; expected SUM, AVG or PREMUL_SUM; convert the input to float32 first";
-  } else if (applied && op != Reduction::sum) {
-    problem = std::string("a layout with ") + to_string(op) + "; expected SUM, AVG or PREMUL_SUM; pack the input";
-  } else if (q.layout && q.layout->world() != q.world) {
-    problem = "the layout is for " + std::to_string(q.layout->world()) + " ranks; expected " + std::to_string(q.world) +
-              "; make it with the group's size";
-  } else if (input.numel() != expected || (q.layout && q.layout->total_shard_numel() != q.numel)) {
-    problem = "sizes do not fit; got input " + shape(input) + " and output " + shape(output) +
-              ", expected an input of " + std::to_string(expected) + " elements" +
-              (q.layout ? " and an output of " + std::to_string(q.layout->total_shard_numel()) + " (layout " +
-                              q.layout->describe() + ")"
-                        : " (output times " + std::to_string(q.world) + " ranks)") +
-              "; resize one of them";
-  } else if (applied && applied->separate && applied->tensors.size() != q.layout->parameters()) {
-    problem = "got " + std::to_string(applied->tensors.size()) + " tensors for a layout of " +
-              std::to_string(q.layout->parameters()) + " parameters; pass one tensor per parameter";
-  }
-  if (problem.empty() && applied && applied->separate) {
-    for (size_t i = 0; i < applied->tensors.size(); ++i) {
-      const at::Tensor& t = applied->tensors[i];
-      const bool known_type = t.scalar_type() == sample.scalar_type() || widens(t, output);
-      if (t.numel() != q.layout->numel(i) || !known_type || t.device() != output.device()) {
-        problem = "tensor " + std::to_string(i) + " does not fit the layout; got " + shape(t) + " on " +
-                  t.device().str() + ", expected " + std::to_string(q.layout->numel(i)) + " elements of " +
-                  c10::toString(sample.scalar_type()) + " on " + output.device().str() +
-                  "; pass the tensors the layout was made for";
-        break;
-      }
-    }
-  }
-  if (problem.empty()) {
-    if (q.separate_inputs) {
-      issue.bytes = note_types(applied->tensors, q);
-      for (const at::Tensor& t : applied->tensors) {
-        issue.call.buffers.inputs.push_back(static_cast<const std::byte*>(repaired(t, issue).const_data_ptr()));
-      }
-    } else {
-      issue.call.buffers.inputs = {static_cast<const std::byte*>(repaired(input, issue).const_data_ptr())};
-    }
-    at::Tensor out = repaired_output(output, issue);
-    issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
-    issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
-  }
-  issue.inner = [this, output, input, applied, opts, scale = scale, sum = op == Reduction::sum]() mutable {
-    auto& backend = *inner(output.device().type());
-    // gloo has no AVG and no PREMUL_SUM; nccl has.
-    const bool scaled = scale != 1.0 && output.is_cpu();
-    if (applied || (sum && (scaled || input.scalar_type() != output.scalar_type()))) {
-      return scatter_by_packing(backend, output, input, applied, scale, opts);
-    }
-    return backend._reduce_scatter_base(output, input, opts);
-  };
-  if (side) return issue_cuda(*side, std::move(issue));
-  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
-}
-
-namespace {
-
-// Rows per peer -> elements per peer. Empty: equal parts. Says what is wrong in `problem`.
-std::vector<int64_t> element_splits(const at::Tensor& t, const std::vector<int64_t>& splits, int world,
-                                    const char* which, std::string& problem) {
-  const int64_t rows = t.dim() > 0 ? t.size(0) : 0;
-  int64_t row = 1;
-  for (int64_t d = 1; d < t.dim(); ++d) row *= t.size(d);
-  std::vector<int64_t> result;
-  if (splits.empty()) {
-    if (rows % world != 0) {
-      problem = std::string("the ") + which + " tensor's dim 0 is not divisible by the group size; got " + shape(t) +
-                " on " + std::to_string(world) + " ranks; pass " + which + "_split_sizes";
-      return std::vector<int64_t>(static_cast<size_t>(world), 0);
-    }
-    return std::vector<int64_t>(static_cast<size_t>(world), rows / world * row);
-  }
-  int64_t sum = 0;
-  bool negative = false, wrapped = false;
-  for (int64_t split : splits) {
-    int64_t elements = 0;
-    negative = negative || split < 0;
-    wrapped = wrapped || __builtin_add_overflow(sum, split, &sum) || __builtin_mul_overflow(split, row, &elements);
-    result.push_back(elements);
-  }
-  if (static_cast<int>(splits.size()) != world || sum != rows || negative || wrapped) {
-    problem = std::string(which) + "_split_sizes do not fit; got " + std::to_string(splits.size()) +
-              (wrapped ? " sizes beyond what 64 bits hold" : " sizes with sum " + std::to_string(sum)) +
-              (negative ? " and a negative one" : "") + " for " + shape(t) + ", expected " + std::to_string(world) +
-              " sizes with sum " + std::to_string(rows) + "; correct them";
-    return std::vector<int64_t>(static_cast<size_t>(world), 0);
-  }
-  return result;
-}
-
-}  // namespace
-
-c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                          std::vector<int64_t>& out_splits,
-                                                          std::vector<int64_t>& in_splits,
-                                                          const c10d::AllToAllOptions& opts) {
-  CudaSide* side = nullptr;
-  if (!output.is_cpu() || !input.is_cpu()) {
-    side = output.is_cuda() && input.is_cuda() ? plain_side(output.device()) : nullptr;
-    if (!side) return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
-  }
-  Issue issue;
-  issue.op = c10d::OpType::ALLTOALL_BASE;
-  issue.async = opts.asyncOp;
-  issue.timeout = opts.timeout;
-  issue.outputs = {output};
-  issue.bytes = static_cast<int64_t>(input.nbytes());
-  Request& q = issue.call.request;
-  q = request(Channel::all_to_all, input, output);
-  q.numel = input.numel();
-  std::string& problem = issue.call.problem;
-  q.in_splits = element_splits(input, in_splits, getSize(), "input", problem);
-  q.out_splits = element_splits(output, out_splits, getSize(), "output", problem);
-  if (problem.empty() && input.scalar_type() != output.scalar_type()) {
-    problem = "input and output differ in dtype; got " + shape(input) + " and " + shape(output) +
-              ", expected the same; convert one of them";
-  }
-  if (problem.empty()) {
-    at::Tensor out = repaired_output(output, issue);
-    // Peers write the output while the input is still being sent.
-    const at::Tensor in = apart(repaired(input, issue), out, nullptr, issue);
-    issue.call.buffers.inputs = {static_cast<const std::byte*>(in.const_data_ptr())};
-    q.output_in_arena = in_arena(out);
-    issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
-    issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
-  }
-  issue.inner = [this, output, input, out_splits, in_splits, opts]() mutable {
-    return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
-  };
-  if (side) return issue_cuda(*side, std::move(issue));
-  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
 }
 
 }  // namespace tide

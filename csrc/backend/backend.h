@@ -33,7 +33,7 @@ class TideBackend : public c10d::Backend {
   // A copy: PyTorch before 2.14 writes a split group's name and timeout into what it gets here.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions();
 
-  // The three collectives that tide carries.
+  // The three collectives that tide carries, in backend_collectives.cpp.
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -41,6 +41,7 @@ class TideBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& out_splits,
                                                std::vector<int64_t>& in_splits,
                                                const c10d::AllToAllOptions& opts) override;
+  // Built from them, in backend_inner.cpp.
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                                                  std::vector<at::Tensor>& inputs,
                                                                  const c10d::AllgatherOptions& opts) override;

@@ -76,6 +76,91 @@ WorkPtr TideBackend::endCoalescing() {
   return c10::make_intrusive<GroupWork>(getRank(), std::move(works), std::vector<at::Tensor>{});
 }
 
+std::string TideBackend::inner_only_reason(CudaSide& side, const Request& q) {
+  if (side.capturing()) return "called while a CUDA graph is captured";
+  // Between startCoalescing and endCoalescing NCCL's own group may be open on this thread, and tide's start and growth
+  // call NCCL.
+  const bool nccl_has_it = q.op != Channel::reduce_scatter || q.in_type == q.out_type;
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  return coalescing_ && nccl_has_it ? "issued as one with other calls" : "";
+}
+
+// Packing reads a result as soon as its call is enqueued; inside NCCL's group nothing is before the group ends.
+void TideBackend::refuse_coalesced_packing(Channel op) {
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  if (!coalescing_) return;
+  fail(ErrorKind::usage, engine_->speaker(), to_string(op),
+       "a layout or bfloat16 into float32 among calls issued as one, in a group whose CUDA calls are left to nccl; got "
+       "a call that is unpacked before they end, expected none; issue it outside of the coalescing manager");
+}
+
+std::pair<bool, std::string> TideBackend::connect(at::Device device) {
+  check_process("connect");
+  if (device.is_cpu()) {
+    engine_->connect();
+  } else if (CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr) {
+    side->connect();
+  }
+  return shared_memory(device);
+}
+
+std::pair<bool, std::string> TideBackend::shared_memory(at::Device device) {
+  if (device.is_cpu()) return engine_->shared_memory();
+  if (!device.is_cuda()) return {false, "tide has no transport for " + device.str()};
+  if (getSize() == 1) return {false, "one rank"};
+  if (!options_->cuda) return {false, "CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"};
+  std::lock_guard<std::mutex> lock(cuda_mutex_);
+  return cuda_ ? cuda_->engine().shared_memory()
+               : std::pair<bool, std::string>{false, "not connected yet: that happens at the first collective"};
+}
+
+std::vector<std::pair<std::string, std::shared_ptr<Engine>>> TideBackend::engines() {
+  std::vector<std::pair<std::string, std::shared_ptr<Engine>>> result{{"cpu", engine_}};
+  std::lock_guard<std::mutex> lock(cuda_mutex_);
+  if (cuda_) result.emplace_back("cuda", cuda_->shared_engine());
+  return result;
+}
+
+std::optional<at::Tensor> TideBackend::slot(int64_t bytes, at::Device device, void* current_stream, SlotUse use,
+                                            std::string* reason) {
+  check_process("slot");
+  if (!device.is_cpu()) {
+    CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr;
+    if (side) return side->slot(bytes, current_stream, use, options_->timeout, interrupted_, reason);
+    *reason = shared_memory(device).second;
+    return std::nullopt;
+  }
+  auto arena = engine_->arena(reason);
+  if (!arena) return std::nullopt;
+  // Slots may not take the room that the channels need for staging: without a slot a call goes staged, without
+  // staging it fails.
+  const int64_t reserved = 3 * options_->staging_bytes, free = arena->bytes_limit() - arena->bytes_in_use();
+  if (bytes > free - reserved) {
+    *reason = "a slot of " + std::to_string(bytes) + " bytes does not fit: " + std::to_string(free) + " of " +
+              std::to_string(arena->bytes_limit()) + " bytes are free, of which " + std::to_string(reserved) +
+              " are kept for staging";
+    return std::nullopt;
+  }
+  const auto window = arena->acquire(std::max<int64_t>(bytes, 1), reason);
+  if (!window) return std::nullopt;
+  // The arena lives at least as long as the last tensor in it, whatever becomes of the group.
+  return at::from_blob(
+      arena->address(*window), {bytes}, [arena, window = *window](void*) { arena->release(window); },
+      at::TensorOptions().dtype(at::kByte));
+}
+
+bool TideBackend::in_arena(const at::Tensor& tensor) {
+  std::shared_ptr<Arena> arena;
+  if (tensor.is_cpu()) {
+    arena = engine_->arena_if_connected();
+  } else if (tensor.is_cuda()) {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    if (cuda_) arena = cuda_->engine().arena_if_connected();
+  }
+  return arena && tensor.numel() > 0 &&
+         arena->offset_of(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes())).has_value();
+}
+
 // PyTorch passes the index alone; a CPU device has none.
 bool TideBackend::supportsTensorAlloc(c10::DeviceIndex index) {
   if (index < 0 || !at::hasCUDA()) return getSize() > 1 && options_->shared_memory;

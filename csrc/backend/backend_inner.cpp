@@ -1,6 +1,4 @@
 // What tide leaves to the inner backend of the tensors' device, and the calls built from the three it carries.
-#include <torch/version.h>
-
 #include "backend.h"
 #include "work.h"
 
@@ -180,105 +178,6 @@ WorkPtr TideBackend::gather_into_tensor(at::Tensor& output, at::Tensor& input, c
 
 void TideBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) {
   inner(c10::DeviceType::CPU)->monitoredBarrier(o, wait_all_ranks);
-}
-
-void TideBackend::setTimeout(std::chrono::milliseconds timeout) {
-  options_->timeout = timeout;
-  std::lock_guard<std::mutex> lock(inner_mutex_);
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13  // gloo has none before
-  for (auto& [device, backend] : inner_) backend->setTimeout(timeout);
-#endif
-}
-
-void TideBackend::abort() {
-  run_abort_hooks();
-  const std::string reason = "the process group was aborted on rank " + std::to_string(getRank());
-  engine_->abort(reason);
-  {
-    std::lock_guard<std::mutex> lock(cuda_mutex_);
-    if (cuda_) cuda_->abort(reason);
-  }
-  std::lock_guard<std::mutex> lock(inner_mutex_);
-  for (auto& [device, backend] : inner_) backend->abort();
-}
-
-void TideBackend::shutdown() {
-  if (owner_ != getpid()) return;
-  engine_->shutdown();
-  {
-    std::lock_guard<std::mutex> lock(cuda_mutex_);
-    if (cuda_) cuda_->shutdown();
-  }
-  std::lock_guard<std::mutex> lock(inner_mutex_);
-  for (auto& [device, backend] : inner_) backend->shutdown();
-  inner_.clear();
-}
-
-std::pair<bool, std::string> TideBackend::connect(at::Device device) {
-  check_process("connect");
-  if (device.is_cpu()) {
-    engine_->connect();
-  } else if (CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr) {
-    side->connect();
-  }
-  return shared_memory(device);
-}
-
-std::pair<bool, std::string> TideBackend::shared_memory(at::Device device) {
-  if (device.is_cpu()) return engine_->shared_memory();
-  if (!device.is_cuda()) return {false, "tide has no transport for " + device.str()};
-  if (getSize() == 1) return {false, "one rank"};
-  if (!options_->cuda) return {false, "CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"};
-  std::lock_guard<std::mutex> lock(cuda_mutex_);
-  return cuda_ ? cuda_->engine().shared_memory()
-               : std::pair<bool, std::string>{false, "not connected yet: that happens at the first collective"};
-}
-
-std::vector<std::pair<std::string, std::shared_ptr<Engine>>> TideBackend::engines() {
-  std::vector<std::pair<std::string, std::shared_ptr<Engine>>> result{{"cpu", engine_}};
-  std::lock_guard<std::mutex> lock(cuda_mutex_);
-  if (cuda_) result.emplace_back("cuda", cuda_->shared_engine());
-  return result;
-}
-
-std::optional<at::Tensor> TideBackend::slot(int64_t bytes, at::Device device, void* current_stream, SlotUse use,
-                                            std::string* reason) {
-  check_process("slot");
-  if (!device.is_cpu()) {
-    CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr;
-    if (side) return side->slot(bytes, current_stream, use, options_->timeout, interrupted_, reason);
-    *reason = shared_memory(device).second;
-    return std::nullopt;
-  }
-  auto arena = engine_->arena(reason);
-  if (!arena) return std::nullopt;
-  // Slots may not take the room that the channels need for staging: without a slot a call goes staged, without
-  // staging it fails.
-  const int64_t reserved = 3 * options_->staging_bytes, free = arena->bytes_limit() - arena->bytes_in_use();
-  if (bytes > free - reserved) {
-    *reason = "a slot of " + std::to_string(bytes) + " bytes does not fit: " + std::to_string(free) + " of " +
-              std::to_string(arena->bytes_limit()) + " bytes are free, of which " + std::to_string(reserved) +
-              " are kept for staging";
-    return std::nullopt;
-  }
-  const auto window = arena->acquire(std::max<int64_t>(bytes, 1), reason);
-  if (!window) return std::nullopt;
-  // The arena lives at least as long as the last tensor in it, whatever becomes of the group.
-  return at::from_blob(
-      arena->address(*window), {bytes}, [arena, window = *window](void*) { arena->release(window); },
-      at::TensorOptions().dtype(at::kByte));
-}
-
-bool TideBackend::in_arena(const at::Tensor& tensor) {
-  std::shared_ptr<Arena> arena;
-  if (tensor.is_cpu()) {
-    arena = engine_->arena_if_connected();
-  } else if (tensor.is_cuda()) {
-    std::lock_guard<std::mutex> lock(cuda_mutex_);
-    if (cuda_) arena = cuda_->engine().arena_if_connected();
-  }
-  return arena && tensor.numel() > 0 &&
-         arena->offset_of(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes())).has_value();
 }
 
 }  // namespace tide

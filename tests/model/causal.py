@@ -26,6 +26,7 @@ from model.ops import (
     Move,
     Op,
     Post,
+    Produce,
     Publish,
     Release,
     Retire,
@@ -50,6 +51,7 @@ class State(Machine):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         n = len(self.threads)
+        self.written = program.computed | program.overwritten
         self.pc = [0] * n
         self.clock: list[Clock] = [(0,) * n] * n  # what each thread knows to be over
         self.issued = [0] * n  # accesses begun; those above clock[t][t] are still in flight
@@ -62,6 +64,7 @@ class State(Machine):
     def fork(self) -> State:
         other = object.__new__(State)
         self.copy_to(other)
+        other.written = self.written
         other.pc, other.clock, other.issued = list(self.pc), list(self.clock), list(self.issued)
         other.words, other.events, other.freed = dict(self.words), dict(self.events), dict(self.freed)
         other.log, other.trace = dict(self.log), self.trace
@@ -88,8 +91,8 @@ class State(Machine):
         self.clock[t] = (*clock[:t], self.issued[t], *clock[t + 1 :])
 
     def access(self, t: int, r: Range, write: bool, what: Op) -> None:
-        if r.region[0] == "in" or r.begin == r.end:
-            return  # inputs are only read
+        if r.begin == r.end or (r.region[0] == "in" and r.region not in self.written):
+            return  # other inputs are only read
         known = self.clock[t]
         kept = []
         for old in self.log.get(r.region, ()):
@@ -161,6 +164,12 @@ class State(Machine):
             self.drain(t)
         elif isinstance(op, (Post, Retire)):
             self.drain(t)
+            if isinstance(op, Produce):
+                self.issued[t] += 1
+                for r in self.produced(rank, op):
+                    self.access(t, r, True, op)
+                    self.produce(r, op.wanted)
+                self.drain(t)
             event = op.event if isinstance(op, Post) else f"retired {op.call}"
             self.events[rank, event] = self.clock[t]
         elif isinstance(op, Check):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from model.causal import Result
 from model.machine import Machine, Range, Violation
-from model.ops import Acquire, Await, Check, Claim, Meet, Move, Post, Publish, Release, Retire, Signal, Wait
+from model.ops import Acquire, Await, Check, Claim, Meet, Move, Post, Produce, Publish, Release, Retire, Signal, Wait
 from model.programs import Program
 
 
@@ -100,6 +100,11 @@ class State(Machine):
         elif isinstance(op, (Post, Retire)):
             event = op.event if isinstance(op, Post) else f"retired {op.call}"
             self.events |= {(rank, event)}
+            if isinstance(op, Produce):
+                ranges = self.produced(rank, op)
+                self.refuse_clash(t, tuple(ranges), ())
+                for r in ranges:
+                    self.produce(r, op.wanted)
         elif isinstance(op, Acquire):
             self.acquire(rank, op.call, window)
         elif isinstance(op, Release):
@@ -107,7 +112,7 @@ class State(Machine):
         self.pc = (*self.pc[:t], self.pc[t] + 1, *self.pc[t + 1 :])
         return self
 
-    def launch(self, t: int, writes: tuple[Range, ...], reads: tuple[Range, ...]) -> None:
+    def refuse_clash(self, t: int, writes: tuple[Range, ...], reads: tuple[Range, ...]) -> None:
         for other in self.flights:
             clash = [
                 (a, b)
@@ -124,6 +129,9 @@ class State(Machine):
                         f"{self.name(t)} touches {clash[0][0]} while {self.name(other.thread)} does: {op}",
                     )
                 )
+
+    def launch(self, t: int, writes: tuple[Range, ...], reads: tuple[Range, ...]) -> None:
+        self.refuse_clash(t, writes, reads)
         self.flights |= {Flight(t, self.pc[t], writes, reads)}
 
     def land(self, flight: Flight) -> State:

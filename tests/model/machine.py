@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from model import memory
 from model.memory import Contents, Region
-from model.ops import Move, Place, Publish, Thread
+from model.ops import Move, Place, Produce, Publish, Thread
 from model.programs import Program
 
 
@@ -87,12 +87,21 @@ class Machine:
     def load(self, r: Range) -> Contents:
         if r.region not in self.contents:
             size = self.program.inputs.get(r.region, 1 << 30)
-            self.contents[r.region] = memory.origin(r.region, size)
+            late = r.region in self.program.computed
+            self.contents[r.region] = memory.origin(("not yet", r.region) if late else r.region, size)
         return memory.read(self.contents[r.region], r.begin, r.end)
 
     def store(self, r: Range, data: Contents) -> None:
         self.load(r)
         self.contents[r.region] = memory.write(self.contents[r.region], r.begin, data, r.end - r.begin)
+
+    def produced(self, rank: int, op: Produce) -> list[Range]:
+        written = self.program.computed if op.wanted else self.program.overwritten
+        regions = sorted(r for r in written if r[1:3] == (rank, op.call))
+        return [Range(r, 0, self.program.inputs[r]) for r in regions]
+
+    def produce(self, r: Range, wanted: bool) -> None:
+        self.contents[r.region] = memory.origin(r.region if wanted else ("no longer", r.region), r.end)
 
     def move(self, targets: Sequence[Range], sources: Sequence[Range]) -> None:
         size = targets[0].end - targets[0].begin

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from model.calls import Call
-from model.ops import Claim, Move, Op, Release, Retire
-from model.programs import Compute, Issue, Item, Reshard, Setup
+from model.ops import Await, Claim, Move, Op, Release, Retire
+from model.programs import Compute, Issue, Item, Overwrite, Reshard, Setup
 from model.rules import Rules
 from model.scenarios import SHARDS, exchanged, gathered, packed, reduced, staged, straight
 
@@ -169,6 +169,17 @@ def unclaimed(ops: list[Op], call: Call, rank: int) -> list[Op]:
     return [op for op in ops if not isinstance(op, Claim)]
 
 
+def pushes_do_not_follow(ops: list[Op], call: Call, rank: int) -> list[Op]:
+    """Pushes start when the host gives them, whatever the caller's stream has come to."""
+    begun, given = Await(call.name, f"begun {call.name}"), Await(call.name, f"enqueued {call.name}")
+    return [given if op == begun else op for op in ops]
+
+
+def pushes_not_joined(ops: list[Op], call: Call, rank: int) -> list[Op]:
+    """The call is over on its channel's stream while its pushes still read the caller's memory."""
+    return [op for op in ops if op != Await(call.name, f"pushed {call.name}")]
+
+
 def added_backwards(ops: list[Op], call: Call, rank: int) -> list[Op]:
     return [replace(op, sources=op.sources[::-1]) if isinstance(op, Move) else op for op in ops]
 
@@ -188,6 +199,7 @@ def mutations() -> list[Mutation]:
     u, v = straight("u", 2, 3), straight("v", 2, 3)
     there, again = [Issue(u)], [Issue(u), Compute(u), Reshard(u), Issue(v)]
     beside = [Issue(packed("g", 12)), Issue(x)]
+    sent = [[Issue(call), Overwrite(call)] for call in (packed("g", 12), straight("u", 2, 3))]
     vacated = [Issue(x), Reshard(x), Issue(packed("g", 12))]
     reused = [Issue(x), Compute(x), Reshard(x), Issue(y)]
     one_way = [Issue(exchanged(name, [0, 9], [0, 0])) for name in "st"]
@@ -273,6 +285,14 @@ def mutations() -> list[Mutation]:
                  ops(gpu, unclaimed), LOST),
         Mutation("window not claimed from its last use", reused, ops(gpu, unclaimed), LOST),
         Mutation("own shard placed in the batch that sends it", zero, steps(gpu, placed_in_the_batch), LOST),
+        *(
+            Mutation(f"{program[0].call.op}: {name}", program, ops(gpu, edit), LOST)
+            for program in sent
+            for name, edit in (
+                ("pushes do not follow the caller", pushes_do_not_follow),
+                ("pushes not joined at the end", pushes_not_joined),
+            )
+        ),
         Mutation("cpu, staging released before the last addition", beside, ops(cpu, released_early), LOST),
         Mutation("cuda, staging released before the last addition", beside, ops(gpu, released_early), LOST),
         Mutation("cpu, slot released while peers push", vacated, ops(cpu, reshard_in_flight), LOST),

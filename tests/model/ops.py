@@ -136,6 +136,16 @@ class Post(Op):
 
 
 @dataclass(frozen=True)
+class Produce(Post):
+    """Compute writes the call's inputs: what it is to send, or (not `wanted`) something else."""
+
+    wanted: bool = True
+
+    def __str__(self) -> str:
+        return "write the inputs" if self.wanted else "overwrite the inputs"
+
+
+@dataclass(frozen=True)
 class Await(Op):
     event: str
 

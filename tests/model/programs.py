@@ -7,7 +7,7 @@ GPU: one host thread of a rank takes windows, exchanges records, puts the steps 
 and gives staging back at once; whoever gets a window waits, on its stream, for the work that used it
 last. A reduce-scatter sends on a stream of its own and adds on the channel's; an all-to-all likewise.
 Copies on a stream are done in any order until the next signal. The application computes on a stream of
-its own.
+its own, where it also writes what reduce-scatters and all-to-alls send.
 merged: all channels (CPU) or all streams (GPU) of a rank are one FIFO.
 """
 
@@ -28,6 +28,7 @@ from model.ops import (
     Op,
     Place,
     Post,
+    Produce,
     Publish,
     Release,
     Retire,
@@ -57,7 +58,14 @@ class Reshard:
     call: Call
 
 
-Item = Issue | Compute | Reshard
+@dataclass(frozen=True)
+class Overwrite:
+    """Writes something else where the call's inputs were, as soon as the call is over."""
+
+    call: Call
+
+
+Item = Issue | Compute | Reshard | Overwrite
 EditSteps = Callable[[list[dict], Call, int], list[dict]]
 EditOps = Callable[[list[Op], Call, int], list[Op]]
 
@@ -87,6 +95,8 @@ class Program:
     threads: list[Thread] = field(default_factory=list)
     sizes: dict[tuple[int, str], int] = field(default_factory=dict)  # bytes of (rank, window)
     inputs: dict[Region, int] = field(default_factory=dict)
+    computed: set[Region] = field(default_factory=set)  # inputs that are not there from the beginning
+    overwritten: set[Region] = field(default_factory=set)
     previous: dict[str, str] = field(default_factory=dict)  # call -> the one before on its channel
 
 
@@ -152,9 +162,17 @@ class _Builder:
             for source, to, size in own_shard(call, self.rank, self.world)
         ]
 
+    def inputs(self, call: Call) -> dict[Region, int]:
+        numels = call.input_numels(self.rank, self.world)
+        return {("in", self.rank, call.name, index): 4 * numel for index, numel in enumerate(numels)}
+
+    def overwrite(self, call: Call) -> list[Op]:
+        self.program.overwritten |= set(self.inputs(call))
+        event = f"overwritten {call.name}"
+        return [Await(call.name, f"finished {call.name}"), Produce(call.name, event, wanted=False)]
+
     def begin(self, call: Call) -> None:
-        for index, numel in enumerate(call.input_numels(self.rank, self.world)):
-            self.program.inputs["in", self.rank, call.name, index] = 4 * numel
+        self.program.inputs |= self.inputs(call)
         self.program.previous[call.name] = self.last.get(call.channel, call.name)
         self.last[call.channel] = call.name
         self.calls[call.channel] = self.calls.get(call.channel, 0) + 1
@@ -222,6 +240,8 @@ class _Threads(_Builder):
             lane += self.edited(ops, call)
         elif isinstance(item, Compute):
             app += [Await(name, f"finished {name}"), self.check(call)]
+        elif isinstance(item, Overwrite):
+            app += self.overwrite(call)
         elif self.rank in call.slots:
             app += self.edited([Await(name, f"finished {name}"), Release(slot(call, self.world))], call)
 
@@ -261,7 +281,8 @@ class _Host(_Builder):
             host += [*first, *early, *staging, *self.exchange(call), Post(name, f"enqueued {name}")]
             host += [Release(name)] if staging else []
             if call.op != "all_gather":  # gradients and activations come from the compute before
-                compute.append(Post(name, f"computed {name}"))
+                self.program.computed |= set(self.inputs(call))
+                compute.append(Produce(name, f"computed {name}"))
             begin = [
                 Await(name, f"enqueued {name}"),
                 *([] if call.op == "all_gather" else [Await(name, f"computed {name}")]),
@@ -274,7 +295,7 @@ class _Host(_Builder):
                 own = [op for op in own if not self.pushed(op)]
                 own.append(Await(name, f"pushed {name}"))
                 push = self.stream(f"{call.channel} pushes")
-                push += [Await(name, f"begun {name}"), *pushes, Post(name, f"pushed {name}")]
+                push += self.edited([Await(name, f"begun {name}"), *pushes, Post(name, f"pushed {name}")], call)
             ops = [
                 *begin,
                 *self.placement(call),
@@ -286,6 +307,8 @@ class _Host(_Builder):
             self.stream(call.channel).extend(self.edited(ops, call))
         elif isinstance(item, Compute):
             compute += [Await(name, f"enqueued {name}"), Await(name, f"finished {name}"), self.check(call)]
+        elif isinstance(item, Overwrite):
+            compute += self.overwrite(call)
         elif self.rank in call.slots:
             window = slot(call, self.world)
             compute += self.edited([Await(name, f"finished {name}"), Retire(window)], call)

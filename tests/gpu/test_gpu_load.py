@@ -1,7 +1,7 @@
 """Right values while the device is busy: a kernel once gave wrong ones in a few places beside GEMMs only.
 
-GPU_stress_secondsECONDS (default 10) sets how long each stress test runs: for ten minutes of two ranks,
-`GPU_stress_secondsECONDS=600 python -m pytest -m gpu tests/gpu/test_gpu_load.py -k "stress and 2"`.
+GPU_STRESS_SECONDS (default 10) sets how long each stress test runs: for ten minutes of two ranks,
+`GPU_STRESS_SECONDS=600 python -m pytest -m gpu tests/gpu/test_gpu_load.py -k "stress and 2"`.
 """
 
 from __future__ import annotations

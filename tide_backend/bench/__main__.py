@@ -75,8 +75,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
         parser.error(f"got --collectives {given.collectives}; expected some of {', '.join(COLLECTIVES)}")
     if given.layers < 1 or given.rounds < 1:
         parser.error(f"got --layers {given.layers} and --rounds {given.rounds}; expected 1 or more")
-    if "nccl" in given.vs and given.collective == "seam":
-        parser.error("seam measures CPU ranks; use --vs gloo")
     if "nccl" in given.vs and "gloo" in sides:
         parser.error(f"got --vs {given.vs}; nccl runs on GPUs and gloo on CPU ranks, name one of them")
     if "nccl" in given.vs and not torch.cuda.is_available():

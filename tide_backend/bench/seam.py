@@ -12,13 +12,14 @@ import torch.distributed as dist
 from .launch import launch
 from .settings import Settings
 
-KEYS = ("forward", "copies", "backward", "whole")
+KEYS = ("forward", "copies", "backward", "collective", "whole")
 HEAD = (
-    "host time per parameter group of FSDP2 on CPU ranks: medians over all ranks and repetitions, least in brackets",
-    "forward:  all-gather and copy-out functions without the collective",
-    "copies:   what surrounds the reduce-scatter: its buffers, the copy-in, the call; without the collective",
-    "backward: copies, and what FSDP2 itself does for each sharded gradient",
-    "whole:    forward and backward with the collectives",
+    "host time per parameter group of FSDP2: medians over all ranks and repetitions, least in brackets",
+    "forward:    all-gather and copy-out functions without the collective",
+    "copies:     what surrounds the reduce-scatter: its buffers, the copy-in, the call; without the collective",
+    "backward:   copies, and what FSDP2 itself does for each sharded gradient",
+    "collective: the two collectives; on GPUs until the host goes on",
+    "whole:      forward, backward and collective",
 )
 
 
@@ -29,12 +30,17 @@ def run_rank(
     from tide_backend.fsdp2.measure import group_seconds
 
     torch.set_num_threads(1)
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     dist.init_process_group("tide", store=dist.PrefixStore("g", store), rank=rank, world_size=world)
-    groups = {"tide": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    groups = {"tide": dist.group.WORLD, settings.versus: dist.new_group(backend=settings.versus)}
     samples: dict[str, dict[str, list[float]]] = {side: {key: [] for key in KEYS} for side in groups}
 
     def measure(group: dist.ProcessGroup) -> dict[str, list[float]]:
-        return group_seconds(group, settings.parameters, settings.numel, 20, max(settings.repetitions // 3, 1))
+        repetitions = max(settings.repetitions // 3, 1)
+        return group_seconds(group, settings.parameters, settings.numel, 20, repetitions, device)
 
     for _ in range(3):  # by turns
         for side, group in groups.items():
@@ -51,7 +57,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     """A row per backend: median and least microseconds of each time."""
     (samples,) = launch(run_rank, settings.ranks, settings)
     rows = []
-    for side in ("tide", "gloo"):
+    for side in ("tide", settings.versus):
         row: dict[str, Any] = {"backend": side}
         for key in KEYS:
             seconds = [s for rank in samples for s in rank[side][key]]
@@ -62,7 +68,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], settings: Settings) -> str:
-    group = f"{settings.parameters} parameters of {settings.numel} elements"
+    group = f"{settings.parameters} parameters of {settings.numel} elements, {settings.device}"
     lines = [f"# {text}" for text in (group, *HEAD)]
     lines.append(f"# {'backend':>8} " + " ".join(f"{key:>18}" for key in KEYS) + "   (us)")
     for row in rows:

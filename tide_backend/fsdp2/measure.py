@@ -21,6 +21,7 @@ COLLECTIVES = (
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
+KINDS = ("forward", "copies", "backward", "collective", "whole")
 
 
 class Clock:
@@ -75,24 +76,30 @@ def _timed(clock: Clock, comm: Any) -> Iterator[None]:
 
 
 def group_seconds(
-    group: dist.ProcessGroup, parameters: int, numel: int, warmups: int, repetitions: int
+    group: dist.ProcessGroup,
+    parameters: int,
+    numel: int,
+    warmups: int,
+    repetitions: int,
+    device: torch.device,
 ) -> dict[str, list[float]]:
-    """Times of a group of ``parameters`` bf16 parameters of ``numel`` elements, reduced in fp32, on the CPU.
+    """Times of a group of ``parameters`` bf16 parameters of ``numel`` elements, reduced in fp32, on ``device``.
 
-    In seconds, without the collectives: ``forward``: FSDP2's all-gather and copy-out functions; ``copies``: what
-    surrounds the reduce-scatter (its buffers, the copy-in, the call); ``backward``: FSDP2's whole reduce function,
-    which also hands out the sharded gradients. ``whole``: forward and backward with the collectives.
+    In seconds of this rank's host thread, without the collectives: ``forward``: FSDP2's all-gather and copy-out
+    functions; ``copies``: what surrounds the reduce-scatter (its buffers, the copy-in, the call); ``backward``: FSDP2's
+    whole reduce function, which also hands out the sharded gradients. ``collective``: the two collectives. ``whole``:
+    all of it. On a GPU, which works while the host goes on, every repetition begins when the device has nothing to do.
     """
     module = nn.Module()
-    module.weights = nn.ParameterList(nn.Parameter(torch.ones(numel)) for _ in range(parameters))
+    module.weights = nn.ParameterList(nn.Parameter(torch.ones(numel, device=device)) for _ in range(parameters))
     module.forward = lambda x: x
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
-    module(torch.ones(1))
+    fully_shard(module, mesh=DeviceMesh.from_group(group, device.type), mp_policy=policy)
+    module(torch.ones(1, device=device))
     state = module._get_fsdp_state()
     param_group = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[0]
     clock = Clock()
-    times: dict[str, list[float]] = {kind: [] for kind in ("forward", "copies", "backward", "whole")}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with _timed(clock, param_group._reduce_scatter_comm):
         for repetition in range(-warmups, repetitions):
             module.reshard()
@@ -102,9 +109,11 @@ def group_seconds(
             param_group.post_backward()
             param_group.finalize_backward()
             module.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             taken = clock.take()
             if repetition >= 0:
-                taken["whole"] = taken["forward"] + taken["backward"] + taken.pop("collective")
+                taken["whole"] = taken["forward"] + taken["backward"] + taken["collective"]
                 for kind, seconds in taken.items():
                     times[kind].append(seconds)
     return times

@@ -1,11 +1,8 @@
 #include "cuda_transport.h"
 
-#include <cstring>
 #include <sstream>
 
 #include "../../kernels/accumulate_cuda.h"
-#include "../../kernels/load_cuda.h"
-#include "multicast.h"
 
 namespace tide::cuda {
 
@@ -13,8 +10,6 @@ namespace {
 
 // Stream waits compare as signed 64-bit numbers, cyclically: UINT64_MAX would be -1, below everything.
 constexpr uint64_t kReleased = INT64_MAX;
-constexpr int kPushPriority = -1;         // high, as the channels' own streams
-constexpr size_t kLongestProblem = 1500;  // bytes; a record also holds more than that
 
 DevicePtr device(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
 
@@ -27,16 +22,6 @@ Event record(Stream stream) {
   return event;
 }
 
-// Tells every rank this rank's problem ("" for none) and returns the first one, with its rank.
-std::string agree(Transport& control, uint64_t sequence, const std::string& problem, const Wait& wait) {
-  const auto all = control.exchange(Channel::memory, sequence, problem.substr(0, kLongestProblem), wait);
-  control.complete(Channel::memory, sequence);
-  for (size_t r = 0; r < all.size(); ++r) {
-    if (!all[r].empty()) return "rank " + std::to_string(r) + ": " + all[r];
-  }
-  return "";
-}
-
 // Transports of groups that broke: peers may still write their segments, and their watchdogs still look.
 void keep_for_ever(std::shared_ptr<CudaTransport> transport) {
   static std::mutex mutex;
@@ -46,63 +31,6 @@ void keep_for_ever(std::shared_ptr<CudaTransport> transport) {
 }
 
 }  // namespace
-
-CudaResult connect_cuda(const Speaker& who, Bootstrap& bootstrap, const CudaOptions& options) {
-  ShmOptions shm = options.shm;
-  shm.arena_bytes = 4096;  // only the tables are used
-  ShmResult control = connect_shm(who, bootstrap, shm);
-  if (!control.transport) return {nullptr, control.reason};
-  // Ranks start NCCL at their own pace; only what each has to say before that comes soon.
-  const auto soon = [&] { return Wait{Clock::now() + shm.handshake_timeout * 3, nullptr, "connect"}; };
-  const auto in_time = [&] { return Wait{Clock::now() + options.timeout, nullptr, "connect"}; };
-  uint64_t sequence = 0;
-
-  std::string problem = driver().problem;
-  if (problem.empty()) problem = nccl().problem;
-  if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
-
-  NcclUniqueId id{};
-  problem = "";
-  if (who.rank == 0 && nccl().unique_id(&id) != 0) problem = "ncclGetUniqueId failed";
-  // What this rank does about staging must be what all do, and multicast is for all or for none.
-  const size_t reuse = sizeof id.bytes, wish = reuse + 1;  // where they begin
-  const std::string mine = std::string(id.bytes, sizeof id.bytes) + (options.slot_reuse ? '1' : '0') +
-                           multicast_wish(who.world, options.multicast);
-  const auto ids = control.transport->exchange(Channel::memory, ++sequence, mine, soon());
-  control.transport->complete(Channel::memory, sequence);
-  std::memcpy(id.bytes, ids[0].data(), sizeof id.bytes);
-  for (size_t r = 1; r < ids.size(); ++r) {
-    if (ids[r][reuse] == ids[0][reuse]) continue;
-    problem = std::string("got TIDE_SLOT_REUSE=") + ids[0][reuse] + " on rank 0 and " + ids[r][reuse] + " on rank " +
-              std::to_string(r) + ", expected the same on every rank; set it alike everywhere";
-  }
-  std::vector<std::string> wishes;
-  for (const std::string& one : ids) wishes.push_back(one.substr(wish));
-  if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
-
-  // What one rank can find out alone comes before NCCL's start, which would wait for a rank that has failed.
-  std::shared_ptr<CudaTransport> transport;
-  try {
-    transport.reset(new CudaTransport(who, control, options));
-    transport->multicast_ = agreed_multicast(wishes);
-    transport->map_tables();
-  } catch (const std::exception& error) {
-    problem = error.what();
-  }
-  if (std::string why = agree(*control.transport, ++sequence, problem, soon()); !why.empty()) return {nullptr, why};
-  try {
-    transport->open(id);
-  } catch (const Error& error) {
-    problem = error.what();
-  }
-  std::string why = agree(*control.transport, ++sequence, problem, in_time());
-  if (!why.empty()) return {nullptr, why};
-  transport->memory_calls_ = sequence;
-  if (!transport->multicast_.why_not.empty()) transport->say_no_multicast(transport->multicast_.why_not);
-  if (!options.slot_reuse) why = transport->provide(Channel::reduce_scatter, in_time());
-  if (!why.empty()) return {nullptr, why};
-  return {transport, ""};
-}
 
 CudaTransport::CudaTransport(const Speaker& who, ShmResult control, const CudaOptions& options)
     : who_(who),
@@ -137,118 +65,10 @@ CudaTransport::~CudaTransport() {
   }
 }
 
-void CudaTransport::map_tables() {
-  for (int rank = 0; rank < who_.world; ++rank) {
-    auto [memory, bytes] = tables_->table_memory(rank);
-    check(driver().host_register(memory, static_cast<size_t>(bytes), kHostRegisterPortable | kHostRegisterDeviceMap),
-          "cuMemHostRegister");
-    mapped_.emplace_back(memory, 0);  // from here on the destructor undoes it
-    check(driver().host_device_pointer(&mapped_.back().second, memory, 0), "cuMemHostGetDevicePointer");
-  }
-  for (Channel channel : {Channel::reduce_scatter, Channel::all_to_all}) {
-    check(driver().stream_create(&pushes_[static_cast<size_t>(channel)], kStreamNonBlocking, kPushPriority),
-          "cuStreamCreateWithPriority");
-  }
-  load_kernels();
-  // Devices without these operations say so here, before any plan is on a stream.
-  const Stream stream = this->stream(Channel::memory);
-  const DevicePtr word = device_word(who_.rank, Channel::memory, Flag::ready, who_.rank);
-  check(driver().stream_write_value(stream, word, 1, kWriteDefault), "cuStreamWriteValue64");
-  check(driver().stream_wait_value(stream, word, 1, kWaitGreaterOrEqual), "cuStreamWaitValue64");
-}
-
-void CudaTransport::open(const NcclUniqueId& id) {
-  const Watchdog::HostCall guarded(*watchdog_, 0, Clock::now() + options_.timeout);
-  check_nccl(nccl().init_rank(&comm_, who_.world, id, who_.rank), "ncclCommInitRank");
-}
-
 DevicePtr CudaTransport::device_word(int owner, Channel channel, Flag flag, int source) {
   const auto& [host, mapped] = mapped_[static_cast<size_t>(owner)];
   auto* word = reinterpret_cast<std::byte*>(&tables_->flag_word(owner, channel, flag, source));
   return mapped + static_cast<DevicePtr>(word - host);
-}
-
-// Collective. "" or why no rank has grown. Where `taken` is empty, this rank gets the new room.
-std::string CudaTransport::grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken) {
-  std::string problem = arena_->allocate(bytes);
-  if (!problem.empty() && options_.free_cached_memory) {
-    options_.free_cached_memory();
-    problem = arena_->allocate(bytes);
-  }
-  std::string why = agree(*control_, ++memory_calls_, problem, wait);
-  if (why.empty()) {
-    {
-      const Watchdog::HostCall guarded(*watchdog_, memory_calls_, Clock::now() + options_.timeout);
-      problem = arena_->register_pending(comm_);
-    }
-    why = agree(*control_, ++memory_calls_, problem, wait);
-  }
-  if (why.empty() && multicast_.usable) find_multicast(wait);
-  if (why.empty()) {
-    const Window window = arena_->commit_pending(*taken ? 0 : bytes);
-    if (!*taken) *taken = window;
-  } else {
-    arena_->drop_pending(comm_);
-  }
-  return why;
-}
-
-// Collective. Only where registration has succeeded on every rank: NCCL's call waits for all of them. One rank's
-// refusal is everybody's, for this segment; the exchange is also the barrier behind the binding of the memory.
-void CudaTransport::find_multicast(const Wait& wait) {
-  std::string problem;
-  {
-    const Watchdog::HostCall guarded(*watchdog_, memory_calls_, Clock::now() + options_.timeout);
-    problem = arena_->find_multicast(comm_);
-  }
-  const std::string why = agree(*control_, ++memory_calls_, problem, wait);
-  if (why.empty()) return;
-  arena_->forget_multicast(why);
-  say_no_multicast(why);
-}
-
-void CudaTransport::say_no_multicast(const std::string& why) {
-  if (!options_.multicast || !options_.on_no_multicast || said_no_multicast_) return;
-  said_no_multicast_ = true;
-  options_.on_no_multicast(who_.prefix("connect") + "no multicast: " + why + "; each piece is copied to every peer");
-}
-
-// Ranks tell each other what memory they ask for, and whether it takes growth. True: some rank needs that.
-bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait& wait) {
-  constexpr char kFits[] = " fits", kGrow[] = " grow";
-  const auto all = control_->exchange(Channel::memory, ++memory_calls_, what + (grow ? kGrow : kFits), wait);
-  control_->complete(Channel::memory, memory_calls_);
-  bool any = false;
-  for (size_t r = 0; r < all.size(); ++r) {
-    any = any || all[r] == what + kGrow;
-    if (all[r] == what + kGrow || all[r] == what + kFits) continue;
-    fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
-         "ranks asked for different memory; got " + what + " here and " + all[r] + " on rank " + std::to_string(r) +
-             ", expected the same; shard the same parameters, or ask in the same order, on every "
-             "rank");
-  }
-  return any;
-}
-
-std::optional<Window> CudaTransport::slot(int64_t bytes, Stream stream, const Wait& wait, std::string* why) {
-  auto window = arena_->acquire(bytes, why);
-  // Reshard is rank-local, so free lists may differ: one rank's need makes all grow, in the same call on all.
-  bool grow_now = false;
-  try {
-    grow_now = ask_together(std::to_string(bytes) + " bytes", !window, wait);
-  } catch (...) {
-    if (window) arena_->release(*window);
-    throw;
-  }
-  if (grow_now) {
-    const std::string problem = grow(bytes, wait, &window);
-    if (!window) {
-      *why = problem;
-      return std::nullopt;
-    }
-  }
-  if (window) arena_->wait_until_free(*window, stream);
-  return window;
 }
 
 std::vector<std::string> CudaTransport::exchange(Channel channel, uint64_t sequence, const std::string& mine,
@@ -274,6 +94,10 @@ void CudaTransport::watch(Channel channel, const CallNow& call) {
   watchdog_->watch(channel, call.sequence, record(stream(channel)), call.deadline);
 }
 
+void CudaTransport::note_use(Channel channel, const Window& window) {
+  arena_->note_use(window, record(stream(channel)));
+}
+
 // Everything that `later` is given from now on runs behind what `earlier` has been given.
 void CudaTransport::follow(Stream earlier, Stream later) {
   if (earlier == later) return;
@@ -287,101 +111,6 @@ std::vector<Stream> CudaTransport::all_streams() const {
   std::vector<Stream> streams(options_.streams.begin(), options_.streams.end());
   streams.insert(streams.end(), pushes_.begin(), pushes_.end());
   return streams;
-}
-
-std::byte* CudaTransport::address(int rank, int64_t offset, int64_t bytes) {
-  std::byte* address = arena_->peer_address(rank, offset, bytes);
-  if (!address) {
-    fail(ErrorKind::usage, who_, "",
-         "bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) + ") are not in the device arena of rank " +
-             std::to_string(rank));
-  }
-  return address;
-}
-
-Multicast CudaTransport::multicast(int64_t offset, int64_t bytes) {
-  if (!multicast_.usable || arena_->multicast_address(offset, bytes)) return multicast_;
-  return {false, arena_->no_multicast(offset)};
-}
-
-std::byte* CudaTransport::multicast_address(int64_t offset, int64_t bytes) {
-  std::byte* address = arena_->multicast_address(offset, bytes);
-  if (!address) {
-    fail(ErrorKind::usage, who_, "",
-         "bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) + ") have no multicast address here");
-  }
-  return address;
-}
-
-bool CudaTransport::provided(Channel channel) {
-  std::lock_guard<std::mutex> lock(staging_mutex_);
-  return staging_[static_cast<size_t>(channel)].segment.has_value();
-}
-
-std::string CudaTransport::provide(Channel channel, const Wait& wait) {
-  std::optional<Window> segment;
-  ask_together(
-      std::string("staging of ") + to_string(channel) + ", " + std::to_string(options_.staging_bytes) + " bytes", true,
-      wait);
-  const std::string why = grow(options_.staging_bytes, wait, &segment);
-  if (!why.empty()) return why;
-  std::lock_guard<std::mutex> lock(staging_mutex_);
-  Staging& staging = staging_[static_cast<size_t>(channel)];
-  staging.ranges.grow(segment->bytes);
-  staging.segment = segment;
-  return "";
-}
-
-// Used in stream order, behind whatever the range held before: peers write it only after this rank's ready flag, which
-// is behind that too. One call of a channel at a time comes here. A segment of its own never competes with parameters
-// for room; a slot that was given back may.
-std::optional<Window> CudaTransport::acquire(Channel channel, int64_t bytes, std::string* why) {
-  if (options_.slot_reuse) {
-    if (auto window = arena_->acquire(bytes, why)) {
-      arena_->wait_until_free(*window, stream(channel));
-      return window;
-    }
-  }
-  Staging& staging = staging_[static_cast<size_t>(channel)];
-  std::optional<int64_t> at;
-  {
-    std::lock_guard<std::mutex> lock(staging_mutex_);
-    if (staging.segment) at = staging.ranges.take((bytes + 4095) / 4096 * 4096);
-  }
-  if (!at) {
-    *why = staging.segment ? "the staging segment of " + std::to_string(staging.segment->bytes) + " bytes is full"
-                           : "there is no staging segment";
-    return std::nullopt;
-  }
-  const Window window{staging.segment->offset + *at, bytes};
-  arena_->wait_until_free(window, stream(channel));
-  return window;
-}
-
-void CudaTransport::note_use(Channel channel, const Window& window) {
-  arena_->note_use(window, record(stream(channel)));
-}
-
-// Runs while an exception unwinds too. Copies that no flag followed belong to a call that broke: they are dropped, and
-// a range whose last use cannot be told is never given out again.
-void CudaTransport::release(Channel channel, const Window& window) {
-  Batch& batch = batches_[static_cast<size_t>(channel)];
-  const bool broke = !batch.empty();
-  batch.clear();
-  try {
-    note_use(channel, window);
-  } catch (const Error&) {
-    return;
-  }
-  if (broke) return;
-  std::lock_guard<std::mutex> lock(staging_mutex_);
-  Staging& staging = staging_[static_cast<size_t>(channel)];
-  const int64_t local = staging.segment ? window.offset - staging.segment->offset : -1;
-  if (local >= 0 && local < staging.segment->bytes) {
-    staging.ranges.give_back(local);
-  } else {
-    arena_->release(window);
-  }
 }
 
 void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {

@@ -134,8 +134,8 @@ __device__ void add_vectors(const Args& a, const Piece& p, long long vectors, lo
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(const __grid_constant__ Args a) {
   constexpr int kVector = 16 / sizeof(In);
-  const long long step = static_cast<long long>(gridDim.x) * kThreads;
-  const long long first = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+  const long long step = thread_count<kThreads>();
+  const long long first = thread_index<kThreads>();
   for (int n = 0; n < a.count; ++n) {
     const Piece& p = a.pieces[n];
     const long long vectors = aligned(p) ? p.numel / kVector : 0;

@@ -37,8 +37,8 @@ __device__ inline bool aligned(const Args& a, int piece) {
 }
 
 __global__ void __launch_bounds__(kThreads) cast_kernel(const __grid_constant__ Args a) {
-  const long long first = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
-  const long long step = static_cast<long long>(gridDim.x) * kThreads;
+  const long long first = thread_index<kThreads>();
+  const long long step = thread_count<kThreads>();
   for (int piece = 0; piece < a.count; ++piece) {
     const long long vectors = aligned(a, piece) ? a.numel[piece] / kVector : 0;
     const auto* from = reinterpret_cast<const float4*>(a.from[piece]);

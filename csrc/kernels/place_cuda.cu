@@ -25,15 +25,12 @@ struct Args {
   long long bytes[kMost];
 };
 
-__device__ inline long long thread_index() { return static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x; }
-__device__ inline long long thread_count() { return static_cast<long long>(gridDim.x) * kThreads; }
-
 template <typename Unit>
 __device__ void copy_units(char* to, const char* from, long long units) {
   auto* target = reinterpret_cast<Unit*>(to);
   const auto* source = reinterpret_cast<const Unit*>(from);
-  const long long step = thread_count();
-  for (long long base = thread_index(); base < units; base += step * kUnroll) {
+  const long long step = thread_count<kThreads>();
+  for (long long base = thread_index<kThreads>(); base < units; base += step * kUnroll) {
     Unit loaded[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -54,7 +51,7 @@ __device__ void copy_as(char* to, const char* from, long long bytes) {
   const long long head = min(bytes, over == 0 ? 0 : kUnit - over), units = (bytes - head) / kUnit;
   copy_units<Unit>(to + head, from + head, units);
   const long long tail = head + units * kUnit;
-  const long long i = thread_index();
+  const long long i = thread_index<kThreads>();
   if (i < head) to[i] = from[i];
   if (i < bytes - tail) to[tail + i] = from[tail + i];
 }

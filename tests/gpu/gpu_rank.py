@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import tide_backend
 
 SLOT_ALIGN = 512  # bytes
+_meshes = count()
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -49,6 +52,27 @@ def own_group(device: torch.device, **options: Any) -> Iterator[Any]:
     yield group
     barrier(device)
     dist.destroy_process_group(group)
+
+
+def mesh_of(groups: Any, device: torch.device, *dims: str, **more: Any) -> DeviceMesh:
+    """DTensor keeps what it planned for a mesh, with its groups, for every mesh that is equal: so none is."""
+    names = tuple(f"{dim}{next(_meshes)}" for dim in dims)
+    return DeviceMesh.from_group(groups, device.type, mesh_dim_names=names, **more)
+
+
+@contextmanager
+def grid(backend_name: str, device: torch.device) -> Iterator[DeviceMesh]:
+    """Replicate 2 x shard world/2, for HSDP, on groups of this backend."""
+    ranks = torch.arange(dist.get_world_size()).view(2, -1)
+    mine = []
+    for members in (*ranks.t().tolist(), *ranks.tolist()):
+        group = dist.new_group(members, backend=backend_name)
+        if dist.get_rank() in members:
+            mine.append(group)
+    yield mesh_of(mine, device, "replicate", "shard", mesh=ranks)
+    barrier(device)
+    for group in mine:
+        dist.destroy_process_group(group)
 
 
 def slot(nbytes: int, device: torch.device, group: Any = None) -> torch.Tensor:

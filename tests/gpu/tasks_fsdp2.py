@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_rank import backend, barrier, enter, own_group
+from gpu_rank import backend, barrier, enter, mesh_of, own_group
 from tasks_collectives import BUSY, device_work, kernels
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,10 +37,20 @@ class Model(nn.Module):
 
 
 def sharded(group: Any, device: torch.device, reshard: bool | int | None, policy: MixedPrecisionPolicy) -> Model:
+    return sharded_on(mesh_of(group, device, "shard"), device, reshard, policy)
+
+
+def sharded_on(
+    mesh: DeviceMesh,
+    device: torch.device,
+    reshard: bool | int | None,
+    policy: MixedPrecisionPolicy,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 3,
+) -> Model:
     torch.manual_seed(0)
     with device:
-        model = Model(3)
-    mesh = DeviceMesh.from_group(group, device.type)
+        model = Model(layers).to(dtype)
     options = {} if reshard is None else {"reshard_after_forward": reshard}
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, **options)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_load import Load
-from gpu_rank import Gathered, Scattered, backend, enter, own_group
+from gpu_rank import Gathered, Scattered, backend, enter, mesh_of, own_group
 from tasks_fsdp2 import prefetch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -71,7 +70,7 @@ def blocks_on(group: Any, device: torch.device, shape: str, layers: int) -> Bloc
     torch.manual_seed(0)
     with device:
         model = Blocks(SHAPES[shape], layers)
-    mesh = DeviceMesh.from_group(group, device.type)
+    mesh = mesh_of(group, device, "shard")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -72,11 +72,21 @@ def test_forced_sum(factor: float | None) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [meshes.forced_sum_as_on_gloo, meshes.slow_all_reduce, meshes.tensor_parallel, meshes.several_meshes],
+    [
+        meshes.forced_sum_as_on_gloo,
+        meshes.slow_all_reduce,
+        meshes.buffers_of_the_all_reduce,
+        meshes.tensor_parallel,
+        meshes.several_meshes,
+    ],
     ids=lambda case: case.__name__,
 )
 def test_four_ranks(case: Any) -> None:
     assert run_ranks(4, case) == [None] * 4
+
+
+def test_slow_all_reduce_in_bf16() -> None:
+    assert run_ranks(4, meshes.slow_all_reduce, "bf16-reduced-in-bf16") == [None] * 4
 
 
 @pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (4, "bf16")])

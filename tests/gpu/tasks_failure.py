@@ -6,11 +6,20 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpu_rank import Gathered, Scattered, barrier, enter
+
+
+def gather(rank: int, device: torch.device) -> None:
+    out = Gathered([4096, 77], torch.float32, device)
+    out.place(torch.full((4173,), float(rank), device=device))
+    out.gather()
 
 
 def setup(rank: int, world: int, port: int) -> torch.device:
@@ -18,9 +27,7 @@ def setup(rank: int, world: int, port: int) -> torch.device:
     dist.init_process_group(
         "tide", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=8)
     )
-    out = Gathered([4096, 77], torch.float32, device)
-    out.place(torch.full((4173,), float(rank), device=device))
-    out.gather()
+    gather(rank, device)
     barrier(device)
     return device
 
@@ -28,50 +35,50 @@ def setup(rank: int, world: int, port: int) -> torch.device:
 def dead_peer(rank: int, device: torch.device) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    out = Gathered([4096, 77], torch.float32, device)
-    out.place(torch.zeros(4173, device=device))
-    out.gather()
+    gather(rank, device)
     torch.cuda.synchronize()
     print("went on")
 
 
-def dead_peer_on_the_device(rank: int, device: torch.device) -> None:
-    """Rank 1 has issued its call and dies before its device gets there; rank 0's device waits."""
-    scattered = Scattered([torch.ones(4096, 64, dtype=torch.bfloat16, device=device)], torch.float32)
-    if rank == 1:
-        torch.cuda._sleep(20_000_000_000)
-    scattered.scatter()
-    if rank == 1:
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    torch.cuda.synchronize()
-    print("went on")
+def attempt(call: Callable[[], Any]) -> None:
+    try:
+        call()
+        print("went on")
+    except Exception as error:
+        print(f"raised: {error}")
 
 
-def late_peer(rank: int, device: torch.device) -> None:
-    """Rank 1's device is busy beyond the timeout."""
-    scattered = Scattered([torch.ones(4096, 64, dtype=torch.bfloat16, device=device)], torch.float32)
+def stuck_peer(rank: int, device: torch.device, dies: bool) -> None:
+    """Rank 1 has issued its call and its device is busy beyond the timeout; or the process dies before its device gets
+    there. Rank 0's device waits."""
+
+    def scatter(rows: int) -> None:
+        Scattered([torch.ones(rows, 64, dtype=torch.bfloat16, device=device)], torch.float32).scatter()
+
     if rank == 1:
         torch.cuda._sleep(40_000_000_000)
-    scattered.scatter()
+    scatter(4096)
     if rank == 1:
-        time.sleep(30)
-    try:
+        time.sleep(1 if dies else 30)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on() -> None:
         torch.cuda.synchronize()
         dist.all_reduce(torch.zeros(1))
-        print("went on")
-    except Exception as error:
-        print(f"raised: {error}")
-    again = Scattered([torch.ones(64, 64, dtype=torch.bfloat16, device=device)], torch.float32)
-    try:
-        again.scatter()
-        print("went on")
-    except Exception as error:
-        print(f"raised: {error}")
 
+    attempt(go_on)
+    attempt(lambda: scatter(64))
+
+
+CASES = {
+    "dead_peer": dead_peer,
+    "dead_device": partial(stuck_peer, dies=True),
+    "late_device": partial(stuck_peer, dies=False),
+}
 
 if __name__ == "__main__":
     case, rank, world, port = sys.argv[1], *map(int, sys.argv[2:5])
-    globals()[case](rank, setup(rank, world, port))
+    CASES[case](rank, setup(rank, world, port))
     sys.stdout.flush()
     os._exit(0)  # what is tested is over; a device may still be busy

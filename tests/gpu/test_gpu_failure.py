@@ -50,29 +50,26 @@ def test_dead_peer_raises(require: Callable, deadline: Callable) -> None:
     assert "tide[rank 0/2" in text and "rank 1" in text, text
 
 
-def test_dead_peer_ends_the_wait_of_the_device(require: Callable, deadline: Callable) -> None:
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("dead_device", "tide ends this process: nothing may run on what did not arrive."),
+        ("late_device", "not over at its deadline"),
+    ],
+)
+def test_absent_peer_ends_the_process(require: Callable, deadline: Callable, case: str, said: str) -> None:
     needs_kernels()
     require(2)
-    status, text = launch("dead_peer_on_the_device", deadline(50))
+    status, text = launch(case, deadline(50))
     assert status == -signal.SIGABRT, text
     assert "went on" not in text
-    assert "tide ends this process: nothing may run on what did not arrive." in text
-    assert "rank 1" in text
-
-
-def test_late_peer_ends_the_process(require: Callable, deadline: Callable) -> None:
-    needs_kernels()
-    require(2)
-    status, text = launch("late_peer", deadline(50))
-    assert status == -signal.SIGABRT, text
-    assert "went on" not in text
-    assert "not over at its deadline" in text and "rank 1" in text
+    assert said in text and "rank 1" in text, text
 
 
 def test_late_peer_poisons_the_group_on_demand(require: Callable, deadline: Callable) -> None:
     needs_kernels()
     require(2)
-    status, text = launch("late_peer", deadline(50), TIDE_RAISE_ON_TIMEOUT="1")
+    status, text = launch("late_device", deadline(50), TIDE_RAISE_ON_TIMEOUT="1")
     assert status == 0, text
     assert text.count("raised: ") >= 1 and "not over at its deadline" in text, text
     # What was synchronized by the device alone cannot raise; the next call of the group does.

@@ -19,6 +19,7 @@
 #include "kernels/accumulate_cuda.h"
 #include "kernels/cast.h"
 #include "kernels/place_cuda.h"
+#include "kernels/small_copies_cuda.h"
 
 namespace {
 
@@ -247,7 +248,7 @@ void cast_all(cudaStream_t stream) {
   }
 }
 
-void place_all(cudaStream_t stream) {
+void place_all(const std::string& name, tide::PlaceLaunch launch, cudaStream_t stream) {
   std::vector<std::unique_ptr<Memory>> inputs;
   std::vector<std::unique_ptr<Output>> outputs;
   std::vector<Bytes> wanted;
@@ -261,14 +262,14 @@ void place_all(cudaStream_t stream) {
         inputs.push_back(std::make_unique<Memory>(content, from));
         outputs.push_back(std::make_unique<Output>(bytes, to));
         wanted.push_back(std::move(content));
-        names.push_back("place " + std::to_string(bytes) + " bytes from +" + std::to_string(from) + " to +" +
+        names.push_back(name + " of " + std::to_string(bytes) + " bytes from +" + std::to_string(from) + " to +" +
                         std::to_string(to));
         placements.push_back({outputs.back()->get(), inputs.back()->get(), static_cast<int64_t>(bytes)});
       }
     }
   }
-  tide::place_launch()(placements, 16, stream);
-  check(cudaStreamSynchronize(stream), "the placing kernel");
+  launch(placements, 16, stream);
+  check(cudaStreamSynchronize(stream), name.c_str());
   for (size_t i = 0; i < names.size(); ++i) outputs[i]->expect(wanted[i], names[i]);
 }
 
@@ -284,7 +285,8 @@ int main() {
   accumulate_all<int32_t, int32_t>(ElementType::i32, ElementType::i32, stream);
   accumulate_all<int64_t, int64_t>(ElementType::i64, ElementType::i64, stream);
   cast_all(stream);
-  place_all(stream);
+  place_all("place", tide::place_launch(), stream);
+  place_all("small copies", tide::small_copies_launch(), stream);
   check(cudaStreamDestroy(stream), "cudaStreamDestroy");
   std::printf("%d results, %d wrong\n", cases, wrong);
   return wrong == 0 ? 0 : 1;

@@ -18,7 +18,6 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = [ROOT / "tests/gpu/kernels_alone.cpp", ROOT / "csrc/backend/types.cpp", ROOT / "csrc/backend/error.cpp"]
-KERNELS = ("accumulate_cuda", "cast_cuda", "place_cuda")
 TOOLS = ("memcheck", "racecheck")
 # Each tool by itself; the program takes a second without them.
 LIMIT_S = 30
@@ -31,16 +30,14 @@ def in_cuda(pattern: str) -> list[Path]:
     return [found for place in places for found in sorted(place.glob(pattern))]
 
 
-def newest_objects() -> list[Path]:
-    """The kernels of the last build of this Python."""
+def kernels() -> list[Path]:
+    """The objects of the last build of this Python."""
     tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
-    folders = [f for f in ROOT.glob("build/temp.*/csrc/kernels") if tag in str(f)]
-    objects = [f / f"{name}.o" for f in folders for name in KERNELS]
-    missing = [str(o) for o in objects if not o.exists()]
-    if not objects or missing:
-        what = ", ".join(missing) or "there is no build folder"
-        raise SystemExit(f"the kernels are not built ({what}): run setup.py build_ext")
-    return objects
+    built = [o for o in ROOT.glob("build/temp.*/csrc/kernels/*_cuda.o") if tag in str(o)]
+    sources = {source.stem for source in (ROOT / "csrc/kernels").glob("*_cuda.cu")}
+    if missing := sources - {o.stem for o in built}:
+        raise SystemExit(f"kernels are not built ({', '.join(sorted(missing))}): run setup.py build_ext --inplace")
+    return [o for o in built if o.stem in sources]
 
 
 def build(program: Path) -> dict[str, str]:
@@ -52,7 +49,7 @@ def build(program: Path) -> dict[str, str]:
     # nvcc knows its headers. As the kernels: no fused multiply-add, which would round once where they round twice.
     flags = ["-std=c++17", "-O2", "-g", "-Xcompiler", "-ffp-contract=off", f"-I{ROOT / 'csrc'}"]
     link = ["-cudart", "none", "-Xlinker", "--no-as-needed", "-Xlinker", runtime[0]]
-    command = [Path(CUDA_HOME, "bin", "nvcc"), *flags, *SOURCES, *newest_objects(), *link, "-o", program]
+    command = [Path(CUDA_HOME, "bin", "nvcc"), *flags, *SOURCES, *kernels(), *link, "-o", program]
     subprocess.run([str(word) for word in command], check=True)
     return {**os.environ, "LD_LIBRARY_PATH": f"{runtime[0].parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 

@@ -5,12 +5,14 @@
 #include "cast.h"
 #include "load_cuda.h"
 #include "place_cuda.h"
+#include "small_copies_cuda.h"
 
 namespace tide {
 
 AccumulateLaunch accumulate_launch() { return nullptr; }
 CastLaunch cast_launch() { return nullptr; }
 PlaceLaunch place_launch() { return nullptr; }
+PlaceLaunch small_copies_launch() { return nullptr; }
 void load_kernels() {}
 
 }  // namespace tide

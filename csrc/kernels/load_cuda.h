@@ -10,5 +10,6 @@ void load_kernels();
 void load_accumulate_kernels();
 void load_cast_kernel();
 void load_place_kernel();
+void load_small_copies_kernel();
 
 }  // namespace tide

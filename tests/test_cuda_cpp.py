@@ -33,6 +33,9 @@ COLLECTIVES = [
     "all_to_all_without_staging",
     "reduce_scatter",
     "reduce_scatter_in_one_queue",
+    "tiny_parameters",
+    "tiny_parameters_in_one_queue",
+    "tiny_parameters_without_kernels",
 ]
 PLAIN = [
     "plain_bytes_differ",

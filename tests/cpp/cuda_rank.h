@@ -11,6 +11,7 @@
 namespace tide {
 AccumulateLaunch accumulate_launch() { return test::launch_accumulate; }
 PlaceLaunch place_launch() { return test::FakeDriver::get().has_placing ? test::launch_place : nullptr; }
+PlaceLaunch small_copies_launch() { return test::FakeDriver::get().has_placing ? test::launch_small_copies : nullptr; }
 void load_kernels() { test::FakeDriver::get().loaded = true; }
 }  // namespace tide
 

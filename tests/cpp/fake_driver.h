@@ -20,7 +20,7 @@
 
 #include "../../csrc/backend/cuda/driver.h"
 #include "../../csrc/kernels/accumulate_cuda.h"
-#include "../../csrc/kernels/place_cuda.h"
+#include "../../csrc/kernels/small_copies_cuda.h"
 #include "ranks.h"
 
 namespace tide::test {
@@ -74,6 +74,7 @@ class FakeDriver {
   // What tests set, before there are streams.
   bool merged = false;      // all streams share one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1
   bool has_batches = true;  // false: a driver older than 12.8
+  bool has_words = true;    // false: a driver that takes flags one by one
   bool has_memory_operations = true;
   bool has_placing = true;            // false: a build without kernels
   int jitter_us = 0;                  // longest pause before a job
@@ -84,7 +85,8 @@ class FakeDriver {
       false};  // kernels; one that is not blocks its launch, and all else, until its stream is idle
 
   // What tests read.
-  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0}, multicasts{0};
+  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0}, multicasts{0},
+      small_copies{0}, word_batches{0};
   std::atomic<int> without_context{0}, broke_capture{0};
 
   static FakeDriver& get() {
@@ -104,6 +106,7 @@ class FakeDriver {
     d.stream_is_capturing = [](cuda::Stream, int* status) { return *status = 0, 0; };
     d.stream_write_value = stream_write_value;
     d.stream_wait_value = stream_wait_value;
+    if (get().has_words) d.stream_words = stream_words;
     d.event_create = event_create;
     d.event_destroy = event_destroy;
     d.event_record = event_record;
@@ -262,6 +265,20 @@ class FakeDriver {
     return 0;
   }
 
+  static cuda::Result stream_words(cuda::Stream stream, unsigned count, cuda::WordOperation* operations,
+                                   unsigned flags) {
+    if (auto bad = enter("stream_words")) return bad;
+    if (count == 0 || count > 255 || flags != 0) return 1;
+    ++get().word_batches;
+    for (unsigned i = 0; i < count; ++i) {
+      const cuda::WordOperation& o = operations[i];
+      if (o.operation != o.kWait64 && o.operation != o.kWrite64) return 1;
+      const auto one = o.operation == o.kWait64 ? stream_wait_value : stream_write_value;
+      if (auto bad = one(stream, o.word, o.value, o.flags)) return bad;
+    }
+    return 0;
+  }
+
   static cuda::Result event_create(cuda::Event* event, unsigned) {
     if (auto bad = enter("event_create")) return bad;
     *event = new EventBox(std::make_shared<State>());
@@ -373,6 +390,13 @@ inline void launch_accumulate(ElementType in, ElementType out, const std::vector
   FakeDriver::load_kernel(stream);
   FakeDriver::launch(stream, [=] {
     for (const AccumulateArgs& args : pieces) accumulate(in, out, args);
+  });
+}
+inline void launch_small_copies(const std::vector<Placement>& pieces, int, void* stream) {
+  FakeDriver::get().small_copies += static_cast<int>(pieces.size());
+  FakeDriver::load_kernel(stream);
+  FakeDriver::launch(stream, [=] {
+    for (auto p = pieces.rbegin(); p != pieces.rend(); ++p) std::memcpy(p->to, p->from, static_cast<size_t>(p->bytes));
   });
 }
 inline void launch_place(const std::vector<Placement>& placements, int, void* stream) {

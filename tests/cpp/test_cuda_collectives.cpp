@@ -184,6 +184,55 @@ void all_to_all_without_staging() {
   });
 }
 
+// Layers of many tiny parameters beside one that is not: those go by a kernel, together, and flags by few calls.
+void tiny_parameters(int rank, int world, const std::string& directory, bool jitter) {
+  FakeDriver& driver = FakeDriver::get();
+  if (jitter) driver.jitter_us = 100;
+  {
+    CudaRank me(rank, world, directory);
+    me.connect();
+    std::vector<int64_t> numels(40);
+    for (size_t i = 0; i < numels.size(); ++i) numels[i] = static_cast<int64_t>(i * i + 1);
+    numels[7] = 150000;
+    Gather gather{me, slot_layout(world, numels)};
+    Scatter scatter{me, ElementType::bf16, ElementType::f32, 1.0, gradient_layout(world, numels)};
+    for (int i = 0; i < 6; ++i) {
+      gather.call(2 * i, i % 2 == 0);
+      scatter.call(2 * i + 1);
+    }
+    gather.finish();
+    scatter.finish();
+    const int peers = world - 1, all = driver.small_copies;
+    // Of the smallest gradients not every rank owns something.
+    check(!driver.has_placing || all >= 6 * (39 + 35) * peers, "tiny pieces, by the kernel: " + std::to_string(all));
+    check(driver.has_placing || all == 0, "no kernel, no copies by it");
+    check((driver.word_batches > 0) == driver.has_words, "flags went together");
+  }
+  check_nothing_left();
+}
+
+void tiny_parameters() {
+  for (const int world : {2, 4}) {
+    run_ranks(world, [&](int rank, const std::string& directory) { tiny_parameters(rank, world, directory, true); });
+  }
+}
+
+void tiny_parameters_in_one_queue() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    FakeDriver::get().merged = true;
+    FakeDriver::get().has_words = false;
+    tiny_parameters(rank, 3, directory, false);
+  });
+}
+
+void tiny_parameters_without_kernels() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    FakeDriver::get().has_placing = false;
+    FakeDriver::get().has_batches = false;
+    tiny_parameters(rank, 2, directory, false);
+  });
+}
+
 const std::map<std::string, void (*)()> kCases{{"all_gather", all_gather},
                                                {"all_gather_in_one_queue", all_gather_in_one_queue},
                                                {"all_to_all", all_to_all},
@@ -192,7 +241,10 @@ const std::map<std::string, void (*)()> kCases{{"all_gather", all_gather},
                                                {"all_to_all_without_kernels", all_to_all_without_kernels},
                                                {"all_to_all_without_staging", all_to_all_without_staging},
                                                {"reduce_scatter", reduce_scatter},
-                                               {"reduce_scatter_in_one_queue", reduce_scatter_in_one_queue}};
+                                               {"reduce_scatter_in_one_queue", reduce_scatter_in_one_queue},
+                                               {"tiny_parameters", tiny_parameters},
+                                               {"tiny_parameters_in_one_queue", tiny_parameters_in_one_queue},
+                                               {"tiny_parameters_without_kernels", tiny_parameters_without_kernels}};
 
 }  // namespace
 }  // namespace tide::test

@@ -1,8 +1,10 @@
 #include "cuda_transport.h"
 
+#include <algorithm>
 #include <sstream>
 
 #include "../../kernels/accumulate_cuda.h"
+#include "../../kernels/small_copies_cuda.h"
 
 namespace tide::cuda {
 
@@ -10,6 +12,11 @@ namespace {
 
 // Stream waits compare as signed 64-bit numbers, cyclically: UINT64_MAX would be -1, below everything.
 constexpr uint64_t kReleased = INT64_MAX;
+// A copy engine spends about 1 us on each copy, and the host as much; a kernel takes many at once, but has to wait for
+// room beside the compute.
+constexpr size_t kSmallCopy = 64 << 10;
+constexpr int kManySmallCopies = 16;
+constexpr size_t kSmallBatch = 1 << 20;  // bytes; some 3 us over NVLink
 
 DevicePtr device(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
 
@@ -115,21 +122,22 @@ std::vector<Stream> CudaTransport::all_streams() const {
 
 void CudaTransport::copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
-  if (!batch.additions.empty()) flush(channel);
+  if (!batch.additions.empty() || !batch.only_data) flush(channel);
   batch.to.push_back(device(to));
   batch.from.push_back(device(from));
   batch.bytes.push_back(static_cast<size_t>(bytes));
+  batch.all_bytes += static_cast<size_t>(bytes);
 }
 
 void CudaTransport::place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
-  if (!batch.additions.empty()) flush(channel);
+  if (!batch.additions.empty() || !batch.words.empty()) flush(channel);
   batch.placements.push_back({to, from, bytes});
 }
 
-// Copies first, in whatever order, then the kernels. What was given is gone from the batch also when it fails: it is
-// not given again.
+// What was given is gone from the batch also when it fails: it is not given again.
 void CudaTransport::flush(Channel channel) {
+  if (batches_[static_cast<size_t>(channel)].empty()) return;
   Batch batch;
   std::swap(batch, batches_[static_cast<size_t>(channel)]);
   copy_batch(pushing(channel), batch);
@@ -137,6 +145,7 @@ void CudaTransport::flush(Channel channel) {
   if (!batch.additions.empty()) {
     accumulate_launch()(batch.in, batch.out, batch.additions, options_.accumulate_ctas, stream(channel));
   }
+  give_words(channel, batch);
   batch.clear();
   std::swap(batch, batches_[static_cast<size_t>(channel)]);  // keeps its memory
 }
@@ -152,6 +161,28 @@ void CudaTransport::place_batch(Stream stream, Batch& batch) {
 }
 
 void CudaTransport::copy_batch(Stream stream, Batch& batch) {
+  std::vector<Placement> small;
+  const auto is_small = [](size_t bytes) { return bytes <= kSmallCopy; };
+  const auto launch = multicast_.usable ? nullptr : small_copies_launch();  // a kernel's plain stores are no multicast
+  if (launch && std::count_if(batch.bytes.begin(), batch.bytes.end(), is_small) >= kManySmallCopies) {
+    size_t kept = 0;
+    for (size_t i = 0; i < batch.bytes.size(); ++i) {
+      if (is_small(batch.bytes[i])) {
+        small.push_back({reinterpret_cast<void*>(batch.to[i]), reinterpret_cast<const void*>(batch.from[i]),
+                         static_cast<int64_t>(batch.bytes[i])});
+      } else {
+        batch.to[kept] = batch.to[i];
+        batch.from[kept] = batch.from[i];
+        batch.bytes[kept++] = batch.bytes[i];
+      }
+    }
+    batch.bytes.resize(kept);
+  }
+  copy_by_engines(stream, batch);
+  if (!small.empty()) launch(small, options_.accumulate_ctas, stream);
+}
+
+void CudaTransport::copy_by_engines(Stream stream, Batch& batch) {
   const size_t count = batch.bytes.size();
   if (count == 0) return;
   Result result = 0;
@@ -177,34 +208,66 @@ void CudaTransport::fill(Channel channel, std::byte* to, int64_t bytes) {
 
 void CudaTransport::accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
-  // Most calls have one pair of types; copies before it must be given first, and so must additions of another pair.
-  if (!batch.bytes.empty() || (!batch.additions.empty() && (batch.in != in || batch.out != out))) flush(channel);
+  // Most calls have one pair of types; what comes before must be given first, and so must additions of another pair.
+  const bool other = !batch.additions.empty() && (batch.in != in || batch.out != out);
+  if (!batch.bytes.empty() || !batch.words.empty() || other) flush(channel);
   batch.in = in;
   batch.out = out;
   batch.additions.push_back(args);
 }
 
 void CudaTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) {
-  flush(channel);
+  Batch& batch = batches_[static_cast<size_t>(channel)];
   // The data flag follows the data; the others say what this rank's own stream has come to.
-  const Stream from = flag == Flag::data ? pushing(channel) : stream(channel);
-  check(driver().stream_write_value(from, device_word(peer, channel, flag, who_.rank), value, kWriteDefault),
-        "cuStreamWriteValue64");
+  const bool data = flag == Flag::data;
+  batch.words.push_back({data ? pushing(channel) : stream(channel), device_word(peer, channel, flag, who_.rank), value,
+                         /*wait=*/false});
+  batch.only_data = batch.only_data && data;
+  // Small copies to one peer do not go out before those to the next are known.
+  if (data && batch.all_bytes > kSmallBatch) flush(channel);
 }
 
 void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) {
   begin(channel);
-  flush(channel);
-  if (!await(channel, peer, flag, value)) {
-    watch(channel, call_now(channel));  // abort() passed it over if this thread was entering a wait
-    fail(ErrorKind::peer, who_, wait.call, "the group was aborted on this rank");
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    awaited_[{channel, flag, peer}] = value;
   }
-  // Without the lock: the driver may block here while its queue is full, and the watchdog must go on looking.
-  const Stream held = flag == Flag::data ? stream(channel) : pushing(channel);
-  const Result result =
-      driver().stream_wait_value(held, device_word(who_.rank, channel, flag, peer), value, kWaitGreaterOrEqual);
-  --entering_;
-  check(result, "cuStreamWaitValue64");
+  Batch& batch = batches_[static_cast<size_t>(channel)];
+  batch.words.push_back({flag == Flag::data ? stream(channel) : pushing(channel),
+                         device_word(who_.rank, channel, flag, peer), value, /*wait=*/true});
+  batch.only_data = false;
+  batch.call = wait.call;
+  if (aborted_) flush(channel);  // which says so
+}
+
+// In the order in which they were asked for: a stream of this rank may be where a peer waits for another.
+void CudaTransport::give_words(Channel channel, const Batch& batch) {
+  for (size_t first = 0, end = 0; first < batch.words.size(); first = end) {
+    end = end_of_run(batch.words, first);
+    enter(channel, batch.call);
+    try {
+      // Without a lock: the driver may block here while its queue is full, and the watchdog must go on looking.
+      give(batch.words, first, end);
+    } catch (...) {
+      --entering_;
+      throw;
+    }
+    --entering_;
+  }
+}
+
+// Announces a call of the driver that may block. Throws if the group has been aborted.
+void CudaTransport::enter(Channel channel, const std::string& call) {
+  {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    if (!aborted_) {
+      ++entering_;
+      return;
+    }
+  }
+  watch(channel, call_now(channel));  // abort() passed it over if this thread was here
+  fail(ErrorKind::peer, who_, call, "the group was aborted on this rank");
 }
 
 // At the first wait of a call: from here on peers can hold it up.
@@ -218,15 +281,6 @@ void CudaTransport::begin(Channel channel) {
     call = now;
   }
   watchdog_->begin(channel, call.sequence, call.deadline);
-}
-
-// False: the group has been aborted.
-bool CudaTransport::await(Channel channel, int peer, Flag flag, uint64_t value) {
-  std::lock_guard<std::mutex> lock(awaited_mutex_);
-  if (aborted_) return false;
-  awaited_[{channel, flag, peer}] = value;
-  ++entering_;
-  return true;
 }
 
 CudaTransport::CallNow CudaTransport::call_now(Channel channel) {

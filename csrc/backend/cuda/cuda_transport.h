@@ -25,6 +25,7 @@
 #include "device_arena.h"
 #include "driver.h"
 #include "nccl.h"
+#include "stream_words.h"
 #include "watchdog.h"
 
 namespace tide::cuda {
@@ -118,11 +119,13 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   void say_no_multicast(const std::string& why);
   void flush(Channel channel);
   void copy_batch(Stream stream, Batch& batch);
+  void copy_by_engines(Stream stream, Batch& batch);
+  void give_words(Channel channel, const Batch& batch);
   void place_batch(Stream stream, Batch& batch);
   void begin(Channel channel);
   CallNow call_now(Channel channel);
   void watch(Channel channel, const CallNow& call);
-  bool await(Channel channel, int peer, Flag flag, uint64_t value);
+  void enter(Channel channel, const std::string& call);
   static void follow(Stream earlier, Stream later);
   std::vector<Stream> all_streams() const;
   std::string diagnose(Channel channel, uint64_t sequence, Doubt doubt, const std::string& failure);
@@ -137,20 +140,27 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
     return own ? own : stream(channel);
   }
 
-  // Given since the last flag of their channel.
+  // What was asked for and not given to the streams yet. It is given in this order: copies, kernels, words.
   struct Batch {
     std::vector<DevicePtr> to, from;
     std::vector<size_t> bytes;
+    size_t all_bytes = 0;  // of the copies
     std::vector<Placement> placements;
     ElementType in = ElementType::bytes, out = ElementType::bytes;  // of the additions
     std::vector<AccumulateArgs> additions;
-    bool empty() const { return bytes.empty() && placements.empty() && additions.empty(); }
+    std::vector<StreamWord> words;
+    std::string call;       // that waits
+    bool only_data = true;  // the words say that copies are there: further ones may come before them
+    bool empty() const { return bytes.empty() && placements.empty() && additions.empty() && words.empty(); }
     void clear() {
       to.clear();
       from.clear();
       bytes.clear();
       placements.clear();
       additions.clear();
+      words.clear();
+      all_bytes = 0;
+      only_data = true;
     }
   };
   // Each kind of call has a segment of its own: two of them that are being put on their streams by two threads never
@@ -178,7 +188,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   bool said_no_multicast_ = false;
   std::atomic<bool> aborted_{false}, broken_watched_{false}, closed_{false};
 
-  std::atomic<int> entering_{0};  // waits that are being put on a stream
+  std::atomic<int> entering_{0};  // threads that are putting waits on a stream
   // Guards what follows, and aborted_ turning true; never held across a call of the driver that may block.
   std::mutex awaited_mutex_;
   std::array<CallNow, kChannels> calls_;

@@ -36,6 +36,7 @@ Driver load() {
   find(library, "cuStreamIsCapturing", d.stream_is_capturing, p);
   find(library, "cuStreamWriteValue64_v2", d.stream_write_value, p);
   find(library, "cuStreamWaitValue64_v2", d.stream_wait_value, p);
+  find(library, "cuStreamBatchMemOp_v2", d.stream_words, nullptr);
   find(library, "cuEventCreate", d.event_create, p);
   find(library, "cuEventDestroy_v2", d.event_destroy, p);
   find(library, "cuEventRecord", d.event_record, p);

@@ -37,6 +37,18 @@ struct CopyAttributes {
   unsigned flags = 1;  // prefer overlap with compute
 };
 
+// CUstreamBatchMemOpParams of cuStreamBatchMemOp_v2.
+struct WordOperation {
+  static constexpr int kWait64 = 4, kWrite64 = 5;
+  int operation = 0;
+  DevicePtr word = 0;
+  uint64_t value = 0;
+  unsigned flags = 0;
+  DevicePtr alias = 0;
+  uint64_t unused = 0;
+};
+static_assert(sizeof(WordOperation) == 48 && offsetof(WordOperation, flags) == 24);
+
 struct Driver {
   Result (*stream_create)(Stream*, unsigned flags, int priority) = nullptr;
   Result (*stream_destroy)(Stream) = nullptr;
@@ -46,6 +58,8 @@ struct Driver {
   Result (*stream_is_capturing)(Stream, int* status) = nullptr;
   Result (*stream_write_value)(Stream, DevicePtr, uint64_t, unsigned flags) = nullptr;
   Result (*stream_wait_value)(Stream, DevicePtr, uint64_t, unsigned flags) = nullptr;
+  // Several of them, in order. May be null.
+  Result (*stream_words)(Stream, unsigned count, WordOperation*, unsigned flags) = nullptr;
   Result (*event_create)(Event*, unsigned flags) = nullptr;
   Result (*event_destroy)(Event) = nullptr;
   Result (*event_record)(Event, Stream) = nullptr;

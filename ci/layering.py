@@ -32,7 +32,7 @@ LAYERS = (
         ("backend/types", "backend/error", "backend/env", "backend/fd", "backend/layout", "backend/request"),
     ),
     Layer("vocabulary", 0, ("backend/select", "backend/fork_guard", "backend/futex", "backend/memory_limit")),
-    Layer("vocabulary", 0, ("backend/range_allocator", "backend/bootstrap")),
+    Layer("vocabulary", 0, ("backend/range_allocator", "backend/bootstrap", "backend/strided")),
     Layer("bindings", 6, ("backend/bindings", "backend/*_bindings", "backend/*/bindings"), torch=True),
     Layer("kernels", 1, ("kernels/*",)),
     Layer("plan", 2, ("backend/plan", "backend/plan_*")),

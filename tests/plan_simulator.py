@@ -24,6 +24,11 @@ class Rank:
     at: int = 0
 
 
+def beyond(address: tuple[str, int, int], more: int) -> tuple[str, int, int]:
+    name, index, offset = address
+    return name, index, offset + more
+
+
 class Simulator:
     """`kind`, `out_kind`, `scale`: of the reduction, as the oracle names them."""
 
@@ -72,9 +77,10 @@ class Simulator:
             assert step["value"] > self.flags.get(word, 0), "flag values only grow"
             self.flags[word] = step["value"]
         elif kind == "copy":
-            data = self.read(r, step["from"], step["bytes"])
-            for target in self.targets(step["to"]):
-                self.write(r, target, data)
+            for row in range(step["rows"]):
+                data = self.read(r, beyond(step["from"], row * step["from_pitch"]), step["bytes"])
+                for target in self.targets(step["to"]):
+                    self.write(r, beyond(target, row * step["to_pitch"]), data)
         elif kind == "fill":
             self.write(r, step["to"], bytes(step["bytes"]))
         elif kind == "accumulate":

@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent / "cpp"
 CSRC = Path(__file__).parent.parent / "csrc"
 PARTS = (
     "agreement engine env error executor fork_guard lane layout meeting memory_limit plan plan_all_gather "
-    "plan_all_to_all plan_reduce_scatter range_allocator recorder select types"
+    "plan_all_to_all plan_reduce_scatter range_allocator recorder select strided types"
 )
 SOURCES = [
     *(CSRC / "backend" / f"{name}.cpp" for name in PARTS.split()),
@@ -89,6 +89,14 @@ MULTICAST = [
     "two_ranks",
     "while_a_slot_is_read",
 ]
+STRIDED = [
+    "exchange",
+    "exchange_in_one_queue",
+    "exchange_without_kernels",
+    "one_copy_a_part",
+    "refused_copy",
+    "rows_that_do_not_fit",
+]
 TABLES = [
     "candidates",
     "contexts",
@@ -109,6 +117,7 @@ PROGRAMS = {
     "test_cuda_peers": PEERS,
     "test_cuda_failure": FAILURE,
     "test_cuda_multicast": MULTICAST,
+    "test_cuda_strided": STRIDED,
 }
 CASES = [(program, case) for program, cases in PROGRAMS.items() for case in cases]
 

@@ -19,6 +19,9 @@ void put(std::string& out, const std::vector<int64_t>& v) {
   put(out, v.size());
   put(out, v.data(), v.size() * sizeof(int64_t));
 }
+void put(std::string& out, const std::optional<Strided>& v) {
+  put(out, v ? std::vector<int64_t>{v->stride, v->rows, v->row_bytes, v->pitch} : std::vector<int64_t>{});
+}
 
 class Reader {
  public:
@@ -36,6 +39,11 @@ class Reader {
     std::vector<int64_t> v(word());
     if (!v.empty()) std::memcpy(v.data(), take(v.size() * sizeof(int64_t)), v.size() * sizeof(int64_t));
     return v;
+  }
+  std::optional<Strided> form() {
+    const std::vector<int64_t> v = list();
+    if (v.size() != 4) return std::nullopt;
+    return Strided{v[0], v[1], v[2], v[3]};
   }
 
  private:
@@ -71,6 +79,8 @@ std::string CallRecord::encode() const {
   put(out, problem);
   put(out, in_splits);
   put(out, out_splits);
+  put(out, in_form);
+  put(out, out_form);
   return out;
 }
 
@@ -93,6 +103,8 @@ CallRecord CallRecord::decode(const std::string& bytes) {
   record.problem = reader.text();
   record.in_splits = reader.list();
   record.out_splits = reader.list();
+  record.in_form = reader.form();
+  record.out_form = reader.form();
   return record;
 }
 
@@ -119,6 +131,8 @@ CallRecord describe(const Request& q) {
   if (all_to_all) {
     record.in_splits = q.in_splits;
     record.out_splits = q.out_splits;
+    record.in_form = q.in_form;
+    record.out_form = q.out_form;
     record.text += " in " + list(q.in_splits) + " out " + list(q.out_splits);
   }
   return record;

@@ -23,6 +23,8 @@ struct CallRecord {
   int64_t plain_bytes = 0;    // ranks that differ would not meet at calls of sizes in between
   std::string problem;        // why this rank cannot take part ("no memory for ..."); empty: it can
   std::vector<int64_t> in_splits, out_splits;
+  // all-to-all: of tensors that are not contiguous.
+  std::optional<Strided> in_form, out_form;
 
   // Whether there is something that peers may write; a rank of an all-to-all may receive nothing.
   bool has_output() const;

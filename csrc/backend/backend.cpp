@@ -171,12 +171,12 @@ Request TideBackend::request(Channel op, const at::Tensor& input, const at::Tens
   return q;
 }
 
-at::Tensor TideBackend::repaired(const at::Tensor& tensor, Issue& issue) const {
+at::Tensor TideBackend::repaired(const at::Tensor& tensor, Issue& issue, const std::string& why) const {
   if (tensor.is_contiguous()) {
     issue.hold.push_back(tensor);
     return tensor;
   }
-  issue.repair_copies += 1;
+  issue.copied("input", why);
   issue.hold.push_back(tensor.contiguous());
   return issue.hold.back();
 }
@@ -185,17 +185,17 @@ at::Tensor TideBackend::apart(at::Tensor input, const at::Tensor& output, const 
   const auto* in = static_cast<const std::byte*>(input.const_data_ptr());
   const auto* out = static_cast<const std::byte*>(output.const_data_ptr());
   if (in == place || in + input.nbytes() <= out || out + output.nbytes() <= in) return input;
-  issue.repair_copies += 1;
+  issue.copied("input", "overlaps the output");
   issue.hold.push_back(input.clone());
   return issue.hold.back();
 }
 
-at::Tensor TideBackend::repaired_output(at::Tensor& output, Issue& issue) const {
+at::Tensor TideBackend::repaired_output(at::Tensor& output, Issue& issue, const std::string& why) const {
   if (output.is_contiguous()) {
     issue.hold.push_back(output);
     return output;
   }
-  issue.repair_copies += 1;
+  issue.copied("output", why);
   at::Tensor temporary = at::empty_like(output, at::MemoryFormat::Contiguous);
   issue.hold.push_back(temporary);
   issue.after = [output, temporary] { output.copy_(temporary); };
@@ -211,6 +211,7 @@ uint64_t TideBackend::begin_record(Engine& engine, const Issue& issue, uint64_t 
   entry.text = issue.call.request.type_name;
   entry.bytes = issue.bytes;
   entry.repair_copies = issue.repair_copies;
+  entry.repair_reason = issue.repair_reason;
   return engine.recorder().begin(std::move(entry));
 }
 
@@ -278,6 +279,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
     work->finish_call(nullptr);
     return work;
   }
+  note_inner_copies(*engine_, *shared);
   auto inner_work = shared->inner();
   if (!shared->async) inner_work->wait();
   recorder.end(shared->call.record_id, false);
@@ -288,8 +290,9 @@ c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(Engine& engine, Issue
   const Channel channel = issue.call.request.op;
   engine.raise_if_poisoned(to_string(channel));
   // Without waiting for its turn: a call of tide's on another thread may be at it for long.
-  const uint64_t id = begin_record(engine, issue, engine.lane(channel).pass());
+  const uint64_t id = issue.call.record_id = begin_record(engine, issue, engine.lane(channel).pass());
   engine.recorder().update(id, why.path, why.reason);
+  note_inner_copies(engine, issue);
   engine.recorder().end(id, false);
   return issue.inner();
 }
@@ -323,6 +326,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   };
   lane.run(ticket, body, interrupted_);
   engine.recorder().update(issue.call.record_id, selection.path, selection.reason);
+  if (selection.path == Path::inner) note_inner_copies(engine, issue);
   engine.recorder().end(issue.call.record_id, false);
   if (selection.path == Path::inner) return issue.inner();
   const c10::Stream current = side.current_stream();

@@ -134,6 +134,19 @@ class TideBackend : public c10d::Backend {
     std::chrono::milliseconds timeout{0};
     std::string label;
     int64_t bytes = 0, repair_copies = 0;
+    int64_t inner_copies = 0;  // more of them, if the inner backend gets the call
+    std::string repair_reason;
+
+    // `which` tensor was copied, and why.
+    void copied(const std::string& which, const std::string& why) {
+      repair_copies += 1;
+      const std::string text = which + ": " + why;
+      if (repair_reason.find(text) == std::string::npos) repair_reason += (repair_reason.empty() ? "" : "; ") + text;
+    }
+  };
+  // What an all-to-all reads and writes in the place of the caller's tensors: those, or copies.
+  struct Exchanged {
+    at::Tensor input, output;
   };
   c10::intrusive_ptr<c10d::Work> issue(Issue issue);
   c10::intrusive_ptr<c10d::Work> issue_cuda(CudaSide& side, Issue issue);
@@ -148,8 +161,16 @@ class TideBackend : public c10d::Backend {
   // The same for calls that nccl takes as well: also null on another GPU than the group's, an error otherwise.
   CudaSide* plain_side(at::Device device);
   Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
-  at::Tensor repaired(const at::Tensor& tensor, Issue& issue) const;
-  at::Tensor repaired_output(at::Tensor& output, Issue& issue) const;
+  at::Tensor repaired(const at::Tensor& tensor, Issue& issue, const std::string& why = "not contiguous") const;
+  at::Tensor repaired_output(at::Tensor& output, Issue& issue, const std::string& why = "not contiguous") const;
+  // Fills in buffers, forms and holds of an all-to-all. In backend_strided.cpp, as the next two.
+  Exchanged lay_out(const at::Tensor& input, at::Tensor& output, Device device, Issue& issue);
+  static void note_inner_copies(Engine& engine, const Issue& issue);
+  // The all-to-all by the inner backend, with copies of what is not contiguous. Over when it returns where the output
+  // is a copy.
+  c10::intrusive_ptr<c10d::Work> exchange_inside(const Exchanged& tensors, at::Tensor output,
+                                                 std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
+                                                 const c10d::AllToAllOptions& opts);
   // `input`, or a copy of it where it overlaps the output and does not lie at `place`, where it belongs.
   at::Tensor apart(at::Tensor input, const at::Tensor& output, const void* place, Issue& issue) const;
   // `work` once more, remembered while calls are coalesced.

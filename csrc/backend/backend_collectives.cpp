@@ -287,7 +287,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
   CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
     side = output.is_cuda() && input.is_cuda() ? plain_side(output.device()) : nullptr;
-    if (!side) return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
+    if (!side) return exchange_inside({input, output}, output, out_splits, in_splits, opts);
   }
   Issue issue;
   issue.op = c10d::OpType::ALLTOALL_BASE;
@@ -305,17 +305,10 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
     problem = "input and output differ in dtype; got " + shape(input) + " and " + shape(output) +
               ", expected the same; convert one of them";
   }
-  if (problem.empty()) {
-    at::Tensor out = repaired_output(output, issue);
-    // Peers write the output while the input is still being sent.
-    const at::Tensor in = apart(repaired(input, issue), out, nullptr, issue);
-    issue.call.buffers.inputs = {static_cast<const std::byte*>(in.const_data_ptr())};
-    q.output_in_arena = in_arena(out);
-    issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
-    issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
-  }
-  issue.inner = [this, output, input, out_splits, in_splits, opts]() mutable {
-    return inner(output.device().type())->alltoall_base(output, input, out_splits, in_splits, opts);
+  Exchanged used{input, output};
+  if (problem.empty()) used = lay_out(input, output, side ? Device::cuda : Device::cpu, issue);
+  issue.inner = [this, used, output, out_splits, in_splits, opts] {
+    return exchange_inside(used, output, out_splits, in_splits, opts);
   };
   if (side) return issue_cuda(*side, std::move(issue));
   return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));

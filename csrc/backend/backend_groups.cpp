@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend.h"
+#include "backend_strided.h"
 #include "work.h"
 
 namespace tide {
@@ -90,8 +91,9 @@ void TideBackend::refuse_coalesced_packing(Channel op) {
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (!coalescing_) return;
   fail(ErrorKind::usage, engine_->speaker(), to_string(op),
-       "a layout or bfloat16 into float32 among calls issued as one, in a group whose CUDA calls are left to nccl; got "
-       "a call that is unpacked before they end, expected none; issue it outside of the coalescing manager");
+       "a layout, bfloat16 into float32 or a strided output among calls issued as one, in a group whose CUDA calls are "
+       "left to nccl; got a call that is unpacked before they end, expected none; issue it outside of the coalescing "
+       "manager");
 }
 
 std::pair<bool, std::string> TideBackend::connect(at::Device device) {
@@ -157,8 +159,7 @@ bool TideBackend::in_arena(const at::Tensor& tensor) {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
     if (cuda_) arena = cuda_->engine().arena_if_connected();
   }
-  return arena && tensor.numel() > 0 &&
-         arena->offset_of(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes())).has_value();
+  return arena && tensor.numel() > 0 && arena->offset_of(tensor.const_data_ptr(), reach_bytes(tensor)).has_value();
 }
 
 // PyTorch passes the index alone; a CPU device has none.

@@ -25,12 +25,20 @@ std::string plan_key(const Request& q, Path path) {
                            q.multicast,
                            static_cast<int64_t>(q.in_type),
                            static_cast<int64_t>(q.layout != nullptr)};
+  auto put_form = [&put](const std::optional<Strided>& form) {
+    const Strided f = form.value_or(Strided{});  // whose rows have no bytes, as no other's
+    const int64_t numbers[] = {f.stride, f.rows, f.row_bytes, f.pitch};
+    put(numbers, sizeof numbers);
+  };
   put(words, sizeof words);
   put(&hash, sizeof hash);
   put(q.in_types.data(), q.in_types.size() * sizeof(ElementType));
   put(q.in_splits.data(), q.in_splits.size() * sizeof(int64_t));
   put(q.out_splits.data(), q.out_splits.size() * sizeof(int64_t));
   put(q.peer_offsets.data(), q.peer_offsets.size() * sizeof(int64_t));
+  put_form(q.in_form);
+  put_form(q.out_form);
+  for (const auto& form : q.peer_forms) put_form(form);
   return key;
 }
 

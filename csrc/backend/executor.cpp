@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../kernels/accumulate.h"
+#include "../kernels/copy.h"
 #include "error.h"
 
 namespace tide {
@@ -17,7 +18,11 @@ class Run {
   void step(const Step& s) {
     switch (s.kind) {
       case StepKind::copy:
-        copy(target(s.to, s.bytes), at(s.from, s.bytes), s.bytes, own(s.to) && own(s.from));
+        if (s.rows > 1) {
+          copy_rows(s, {s.rows, s.bytes, s.to_pitch, s.from_pitch});
+        } else {
+          copy(target(s.to, s.bytes), at(s.from, s.bytes), s.bytes, own(s.to) && own(s.from));
+        }
         return;
       case StepKind::fill:
         fill(at(s.to, s.bytes), s.bytes);
@@ -72,6 +77,18 @@ class Run {
       transport_->copy(call_.channel, to, from, bytes);
     } else {
       std::memcpy(to, from, static_cast<size_t>(bytes));
+    }
+  }
+
+  void copy_rows(const Step& s, const Rows& rows) {
+    std::byte* to = at(s.to, rows.to_reach());
+    const std::byte* from = at(s.from, rows.from_reach());
+    if (transport_ && own(s.to) && own(s.from)) {
+      transport_->place_rows(call_.channel, to, from, rows);
+    } else if (transport_) {
+      transport_->copy_rows(call_.channel, to, from, rows);
+    } else {
+      tide::copy_rows(to, from, rows.rows, rows.bytes, rows.to_pitch, rows.from_pitch);
     }
   }
 

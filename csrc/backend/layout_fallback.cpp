@@ -5,13 +5,6 @@ namespace tide {
 
 namespace {
 
-// A call whose result is there (CUDA: ordered on the current stream).
-c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output) {
-  auto work = c10::make_intrusive<Work>(rank, op, std::vector<at::Tensor>{output}, 0, nullptr);
-  work->finish_call(nullptr);
-  return work;
-}
-
 at::Tensor flat(const at::Tensor& t) { return t.contiguous().view({-1}); }
 
 }  // namespace

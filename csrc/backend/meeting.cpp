@@ -19,6 +19,24 @@ std::vector<int64_t> peer_offsets(const std::vector<CallRecord>& records, int ra
   return result;
 }
 
+std::vector<std::optional<Strided>> peer_forms(const std::vector<CallRecord>& records) {
+  std::vector<std::optional<Strided>> result;
+  for (const CallRecord& peer : records) result.push_back(peer.out_form);
+  return result;
+}
+
+// In an all-to-all: why what some rank sends cannot go straight into its reader's output; "" when it can.
+std::string unfit(const std::vector<CallRecord>& records, const StridedLimits& limits) {
+  for (size_t writer = 0; writer < records.size(); ++writer) {
+    for (size_t reader = 0; reader < records.size(); ++reader) {
+      if (!records[writer].in_form || records[writer].in_splits[reader] == 0) continue;
+      const std::string why = do_not_fit(records[writer].in_form, records[reader].out_form, limits);
+      if (!why.empty()) return why + ", from rank " + std::to_string(writer) + " to rank " + std::to_string(reader);
+    }
+  }
+  return "";
+}
+
 // In a zero-copy all-gather: a multicast write lands at the same place of every segment, so all outputs must lie there.
 void offer_multicast(const std::vector<CallRecord>& records, int rank, Transport& transport, Capabilities* known) {
   const CallRecord& mine = records[static_cast<size_t>(rank)];
@@ -67,6 +85,7 @@ Selection Engine::Meeting::agree(Path wished) {
   if (staging_needed(selection)) meet_for_staging(&selection);
   if (selection.path == Path::zero_copy && request_.op == Channel::all_to_all) {
     request_.peer_offsets = peer_offsets(records_, request_.rank);
+    request_.peer_forms = peer_forms(records_);
   }
   request_.multicast = selection.multicast;
   return selection;
@@ -150,16 +169,17 @@ void Engine::Meeting::learn() {
   if (known_.every_output_in_arena && request_.op == Channel::all_gather) {
     offer_multicast(records_, request_.rank, *transport_, &known_);
   }
+  known_.unfit_reason = unfit(records_, strided_limits(known_.device));
 }
 
-// Some outputs lie in the arena and some do not, or staging is new.
+// Some outputs lie in the arena and some do not, they do but rows do not fit, or staging is new.
 bool Engine::Meeting::staging_needed(const Selection& selection) const {
   return selection.path == Path::staged && (lacking_ || in_arena_ > 0);
 }
 
 // Windows are agreed once more.
 void Engine::Meeting::meet_for_staging(Selection* selection) {
-  if (in_arena_ > 0) {
+  if (in_arena_ > 0 && in_arena_ < outputs_) {
     selection->reason = std::to_string(outputs_ - in_arena_) + " of " + std::to_string(outputs_) +
                         " ranks had no slot in the arena for the output";
   }

@@ -46,7 +46,10 @@ std::string print(const Address& a) {
 std::string print(const Step& s) {
   switch (s.kind) {
     case StepKind::copy:
-      return "copy " + print(s.from) + " -> " + print(s.to) + " " + std::to_string(s.bytes) + "B";
+      return "copy " + print(s.from) + " -> " + print(s.to) + " " + std::to_string(s.bytes) + "B" +
+             (s.rows == 1 ? ""
+                          : " x " + std::to_string(s.rows) + " pitch " + std::to_string(s.from_pitch) + " -> " +
+                                std::to_string(s.to_pitch));
     case StepKind::fill:
       return "fill " + print(s.to) + " " + std::to_string(s.bytes) + "B";
     case StepKind::signal:

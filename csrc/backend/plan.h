@@ -11,7 +11,7 @@
 
 namespace tide {
 
-// copy:       bytes from one address to another.
+// copy:       bytes from one address to another; several rows of them at a pitch of either end.
 // fill:       zero bytes at an address (padding of uneven shards).
 // signal:     tell `peer` that chunk `value` is there (data) or consumed (credit), or that the window is free (ready).
 // wait:       until `peer` has told the same here.
@@ -35,11 +35,13 @@ struct Step {
   StepKind kind = StepKind::copy;
   int peer = -1;  // signal, wait
   Flag flag = Flag::ready;
-  int64_t value = 0;   // signal, wait: chunk number, from 1
-  Address to, from;    // accumulate: from is this rank's own piece (space none: it has none, counts as zero)
-  int64_t bytes = 0;   // copy, fill; accumulate: bytes of the input piece
-  int64_t staged = 0;  // accumulate: where the piece of the first other rank lies in the window
-  int64_t stride = 0;  // accumulate: from one other rank's piece to the next
+  int64_t value = 0;  // signal, wait: chunk number, from 1
+  Address to, from;   // accumulate: from is this rank's own piece (space none: it has none, counts as zero)
+  int64_t bytes = 0;  // copy: of one row; fill; accumulate: of the input piece
+  int64_t rows = 1;   // copy
+  int64_t to_pitch = 0, from_pitch = 0;   // copy of several rows
+  int64_t staged = 0;                     // accumulate: where the piece of the first other rank lies in the window
+  int64_t stride = 0;                     // accumulate: from one other rank's piece to the next
   ElementType type = ElementType::bytes;  // accumulate: of the pieces; bytes: the call's in_type
 };
 

@@ -5,6 +5,8 @@
 //   staged     each pair (writer, reader) has its own chunk count. The writer copies chunks into its slice of the
 //              reader's window; the reader copies a round of them to their places in the output and returns credits.
 //
+// A tensor that is not contiguous is read or written in rows; windows, and so the chunks, know nothing of that.
+//
 // What a rank sends to itself goes straight from input to output, once the first copies to peers are on their way.
 #include <algorithm>
 #include <numeric>
@@ -24,28 +26,47 @@ std::vector<int64_t> offsets(const std::vector<int64_t>& splits) {
 struct Shape {
   const Request& q;
   const std::vector<int64_t> in_offset = offsets(q.in_splits), out_offset = offsets(q.out_splits);
+  const std::optional<Strided> none = std::nullopt;
 
   int64_t sent(int peer) const { return q.in_splits[static_cast<size_t>(peer)] * q.itemsize; }
   int64_t received(int peer) const { return q.out_splits[static_cast<size_t>(peer)] * q.itemsize; }
-  Address source(int peer, int64_t at) const {
-    return {Space::input, 0, in_offset[static_cast<size_t>(peer)] * q.itemsize + at};
+  // Bytes that lie in rows of `form`; offsets are counted without its gaps.
+  struct Part {
+    Address address;
+    const std::optional<Strided>& form;
+  };
+  Part source(int peer, int64_t at) const {
+    return {{Space::input, 0, in_offset[static_cast<size_t>(peer)] * q.itemsize + at}, q.in_form};
   }
-  Address target(int peer, int64_t at) const {
-    return {Space::output, 0, out_offset[static_cast<size_t>(peer)] * q.itemsize + at};
+  Part target(int peer, int64_t at) const {
+    return {{Space::output, 0, out_offset[static_cast<size_t>(peer)] * q.itemsize + at}, q.out_form};
+  }
+  Part output_of(int peer) const {
+    const auto p = static_cast<size_t>(peer);
+    return {{Space::window, peer, q.peer_offsets.at(p) * q.itemsize}, q.peer_forms.empty() ? none : q.peer_forms[p]};
+  }
+  Part window(Address address) const { return {address, none}; }
+
+  void copy(PlanBuilder& plan, const Part& from, const Part& to, int64_t bytes) const {
+    for (const RowsAt& one : copies(from.form, from.address.offset, to.form, to.address.offset, bytes)) {
+      Address source = from.address, target = to.address;
+      source.offset = one.from;
+      target.offset = one.to;
+      plan.copy(source, target, one.rows);
+    }
   }
 };
 
 void own(const Shape& shape, PlanBuilder& plan) {
   const int rank = shape.q.rank;
-  plan.copy(shape.source(rank, 0), shape.target(rank, 0), shape.sent(rank));
+  shape.copy(plan, shape.source(rank, 0), shape.target(rank, 0), shape.sent(rank));
 }
 
 void zero_copy(const Shape& shape, PlanBuilder& plan) {
   plan.meet();
   for (int peer : plan.peers()) {
     if (shape.sent(peer) == 0) continue;
-    const int64_t there = shape.q.peer_offsets.at(static_cast<size_t>(peer)) * shape.q.itemsize;
-    plan.copy(shape.source(peer, 0), {Space::window, peer, there}, shape.sent(peer));
+    shape.copy(plan, shape.source(peer, 0), shape.output_of(peer), shape.sent(peer));
     plan.signal(peer, Flag::data, 1);
   }
   own(shape, plan);
@@ -61,7 +82,7 @@ void staged(const Shape& shape, PlanBuilder& plan, const Staging& staging) {
   const int64_t stride = staging.depth * chunk;
   auto slice = [](int writer, int reader) { return writer < reader ? writer : writer - 1; };
   auto place = [&](int writer, int reader, int64_t k) {
-    return Address{Space::window, reader, slice(writer, reader) * stride + k % staging.depth * chunk};
+    return shape.window({Space::window, reader, slice(writer, reader) * stride + k % staging.depth * chunk});
   };
   auto chunks = [&](int64_t bytes) { return (bytes + chunk - 1) / chunk; };
   auto size = [&](int64_t bytes, int64_t k) { return std::min(chunk, bytes - k * chunk); };
@@ -77,7 +98,7 @@ void staged(const Shape& shape, PlanBuilder& plan, const Staging& staging) {
     for (int reader : plan.peers()) {
       if (k >= chunks(shape.sent(reader))) continue;
       if (k >= staging.depth) plan.wait(reader, Flag::credit, k - staging.depth + 1);
-      plan.copy(shape.source(reader, k * chunk), place(q.rank, reader, k), size(shape.sent(reader), k));
+      shape.copy(plan, shape.source(reader, k * chunk), place(q.rank, reader, k), size(shape.sent(reader), k));
       plan.signal(reader, Flag::data, k + 1);
     }
     if (k == 0) {
@@ -91,8 +112,8 @@ void staged(const Shape& shape, PlanBuilder& plan, const Staging& staging) {
     }
     for (int writer : writers) plan.wait(writer, Flag::data, k);
     for (int writer : writers) {
-      plan.copy(place(writer, q.rank, k - 1), shape.target(writer, (k - 1) * chunk),
-                size(shape.received(writer), k - 1));
+      shape.copy(plan, place(writer, q.rank, k - 1), shape.target(writer, (k - 1) * chunk),
+                 size(shape.received(writer), k - 1));
     }
     for (int writer : writers) {
       if (k - 1 + staging.depth < chunks(shape.received(writer))) plan.signal(writer, Flag::credit, k);

@@ -1,5 +1,6 @@
 #include "plan_bindings.h"
 
+#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
 #include "env.h"
@@ -60,6 +61,9 @@ py::list steps(const Plan& plan) {
     d["to"] = address(s.to);
     d["from"] = address(s.from);
     d["bytes"] = s.bytes;
+    d["rows"] = s.rows;
+    d["to_pitch"] = s.to_pitch;
+    d["from_pitch"] = s.from_pitch;
     d["staged"] = s.staged;
     d["stride"] = s.stride;
     d["type"] = to_string(s.type);
@@ -80,7 +84,9 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
           std::shared_ptr<ParameterLayout> layout, bool in_arena, bool placed, bool separate_inputs,
           std::vector<int64_t> in_splits, std::vector<int64_t> out_splits, int64_t budget, int depth,
           int64_t smallest_chunk, const std::string& in_type, const std::string& out_type,
-          std::vector<int64_t> peer_offsets, bool multicast, const std::vector<std::string>& in_types) {
+          std::vector<int64_t> peer_offsets, bool multicast, const std::vector<std::string>& in_types,
+          std::optional<Strided> in_form, std::optional<Strided> out_form,
+          std::vector<std::optional<Strided>> peer_forms) {
   Request q;
   if (op == "all_gather") {
     q.op = Channel::all_gather;
@@ -104,6 +110,9 @@ Plan make(const std::string& op, int rank, int world, int64_t itemsize, int64_t 
   q.in_splits = std::move(in_splits);
   q.out_splits = std::move(out_splits);
   q.peer_offsets = std::move(peer_offsets);
+  q.in_form = in_form;
+  q.out_form = out_form;
+  q.peer_forms = std::move(peer_forms);
   for (const std::string& name : in_types) q.in_types.push_back(element_type(name));
   q.reduction = Reduction::sum;
   if (q.op == Channel::reduce_scatter && q.in_type == ElementType::bytes) {
@@ -176,6 +185,40 @@ void bind_plans(py::module_& m) {
                              })
       .def("__repr__", [](const ParameterLayout& self) { return "ParameterLayout(" + self.describe() + ")"; });
 
+  py::class_<Strided>(m, "Strided")
+      .def(py::init([](int64_t stride, int64_t rows, int64_t row_bytes, int64_t pitch) {
+             return Strided{stride, rows, row_bytes, pitch};
+           }),
+           py::arg("stride"), py::arg("rows"), py::arg("row_bytes"), py::arg("pitch"))
+      .def_readonly("stride", &Strided::stride)
+      .def_readonly("rows", &Strided::rows)
+      .def_readonly("row_bytes", &Strided::row_bytes)
+      .def_readonly("pitch", &Strided::pitch)
+      .def("disjoint", &disjoint, py::arg("elements"))
+      .def(py::self == py::self)
+      .def("__repr__", [](const Strided& self) {
+        return "Strided(stride=" + std::to_string(self.stride) + ", rows=" + std::to_string(self.rows) +
+               ", row_bytes=" + std::to_string(self.row_bytes) + ", pitch=" + std::to_string(self.pitch) + ")";
+      });
+  m.def(
+      "strided_form",
+      [](const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t itemsize) {
+        return strided_form(sizes, strides, itemsize);
+      },
+      py::arg("sizes"), py::arg("strides"), py::arg("itemsize"));
+  // (to, from, rows, bytes of one, pitch of to, pitch of from) of each copy.
+  m.def(
+      "strided_copies",
+      [](const std::optional<Strided>& from, int64_t from_at, const std::optional<Strided>& to, int64_t to_at,
+         int64_t bytes) {
+        py::list result;
+        for (const RowsAt& c : copies(from, from_at, to, to_at, bytes)) {
+          result.append(py::make_tuple(c.to, c.from, c.rows.rows, c.rows.bytes, c.rows.to_pitch, c.rows.from_pitch));
+        }
+        return result;
+      },
+      py::arg("from"), py::arg("from_at"), py::arg("to"), py::arg("to_at"), py::arg("bytes"));
+
   py::class_<Plan>(m, "Plan")
       .def_property_readonly("op", [](const Plan& p) { return to_string(p.op); })
       .def_property_readonly("path", [](const Plan& p) { return to_string(p.path); })
@@ -190,7 +233,8 @@ void bind_plans(py::module_& m) {
         py::arg("out_splits") = std::vector<int64_t>{}, py::arg("budget") = 4 << 20, py::arg("depth") = 2,
         py::arg("smallest_chunk") = 4096, py::arg("in_type") = "bytes", py::arg("out_type") = "bytes",
         py::arg("peer_offsets") = std::vector<int64_t>{}, py::arg("multicast") = false,
-        py::arg("in_types") = std::vector<std::string>{});
+        py::arg("in_types") = std::vector<std::string>{}, py::arg("in_form") = std::nullopt,
+        py::arg("out_form") = std::nullopt, py::arg("peer_forms") = std::vector<std::optional<Strided>>{});
 
   m.def("env_table", [] {
     py::list result;

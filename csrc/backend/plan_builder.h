@@ -22,6 +22,13 @@ class PlanBuilder {
   }
 
   void copy(Address from, Address to, int64_t bytes) { move(StepKind::copy, from, to, bytes); }
+  void copy(Address from, Address to, const Rows& rows) {
+    move(StepKind::copy, from, to, rows.bytes);
+    Step& step = plan_.steps.back();
+    step.rows = rows.rows;
+    step.to_pitch = rows.to_pitch;
+    step.from_pitch = rows.from_pitch;
+  }
   void fill(Address to, int64_t bytes) { move(StepKind::fill, {}, to, bytes); }
   void signal(int peer, Flag flag, int64_t value) { tell(StepKind::signal, peer, flag, value); }
   void wait(int peer, Flag flag, int64_t value) { tell(StepKind::wait, peer, flag, value); }

@@ -46,6 +46,14 @@ void Recorder::update(uint64_t id, Path path, const std::string& reason) {
   }
 }
 
+void Recorder::note_copies(uint64_t id, int64_t copies, const std::string& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Call* call = find(id);
+  if (!call) return;
+  call->repair_copies += copies;
+  call->repair_reason += (call->repair_reason.empty() ? "" : "; ") + why;
+}
+
 void Recorder::end(uint64_t id, bool failed) {
   std::lock_guard<std::mutex> lock(mutex_);
   Call* call = find(id);

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "layout.h"
+#include "strided.h"
 #include "types.h"
 
 namespace tide {
@@ -38,9 +40,12 @@ struct Request {
   std::vector<ElementType> in_types;
   // all-to-all, in elements, one per peer.
   std::vector<int64_t> in_splits, out_splits;
+  // all-to-all: how the tensors lie that are not contiguous. Offsets above and below are counted without the gaps.
+  std::optional<Strided> in_form, out_form;
   // zero-copy all-to-all, in elements: where what this rank sends begins in each peer's output. Known only once the
   // ranks have told each other their splits.
   std::vector<int64_t> peer_offsets;
+  std::vector<std::optional<Strided>> peer_forms;  // of each peer's output; empty: all are contiguous
   // zero-copy all-gather: pieces go to all ranks at once. Known only once the ranks have told each other where their
   // outputs lie.
   bool multicast = false;

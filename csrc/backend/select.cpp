@@ -18,6 +18,18 @@ const char* to_string(Path path) {
   return "?";
 }
 
+StridedLimits strided_limits(Device device) {
+  switch (device) {
+    case Device::cuda:
+      // Copy engines take 2-D copies at full rate for rows from 256 bytes, of pitches below 2 GiB; one costs the host
+      // some microseconds, in which a kernel moves what a block must have at least.
+      return {256, 256 << 10, int64_t{1} << 31};
+    case Device::cpu:
+      break;
+  }
+  return {64, 16 << 10, INT64_MAX};
+}
+
 namespace {
 
 // What a CUDA call without a layout is left to nccl for before the ranks agree on it: agreement is a host wait, which
@@ -68,12 +80,13 @@ Selection select_reduce_scatter(const Capabilities& c, const Request& q) {
 }
 
 Selection select_all_to_all(const Capabilities& c) {
-  if (c.every_output_in_arena) return {Path::zero_copy, "every rank's output lies in the arena"};
+  const bool in_place = c.every_output_in_arena && c.unfit_reason.empty();
+  if (in_place) return {Path::zero_copy, "every rank's output lies in the arena"};
   if (c.device == Device::cuda && c.outputs_known && c.plain_bytes > 0) {
-    return {Path::inner, "a rank had no slot in the arena for the output"};
+    return {Path::inner, c.every_output_in_arena ? c.unfit_reason : "a rank had no slot in the arena for the output"};
   }
   if (!c.no_staging_reason.empty()) return {Path::inner, "no memory for staging: " + c.no_staging_reason};
-  return {Path::staged, "through staging windows"};
+  return {Path::staged, "through staging windows" + (c.every_output_in_arena ? ": " + c.unfit_reason : "")};
 }
 
 }  // namespace

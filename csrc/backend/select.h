@@ -35,8 +35,13 @@ struct Capabilities {
   // Whether one write can reach the same place of every rank's output, and why not ("": nobody asked for it).
   bool multicast = false;
   std::string no_multicast_reason;
+  // all-to-all: why a rank's input cannot go straight into a peer's output, both being strided; empty: it can.
+  std::string unfit_reason;
   std::string no_staging_reason;  // why no rank could get staging for this kind of call; empty: not known to be so
 };
+
+// What a strided all-to-all is held to on the device.
+StridedLimits strided_limits(Device device);
 
 struct Selection {
   Path path;

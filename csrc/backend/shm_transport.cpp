@@ -51,6 +51,10 @@ class ShmTransport : public Transport, public SharedTables {
   void complete(Channel channel, uint64_t sequence) override;
   std::byte* address(int rank, int64_t offset, int64_t bytes) override;
   void copy(Channel, std::byte* to, const std::byte* from, int64_t bytes) override;
+  void copy_rows(Channel, std::byte* to, const std::byte* from, const Rows& rows) override;
+  void place_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) override {
+    copy_rows(channel, to, from, rows);
+  }
   void fill(Channel, std::byte* to, int64_t bytes) override { std::memset(to, 0, static_cast<size_t>(bytes)); }
   void accumulate(Channel, ElementType in, ElementType out, const AccumulateArgs& args) override {
     tide::accumulate(in, out, args);
@@ -76,6 +80,7 @@ class ShmTransport : public Transport, public SharedTables {
 
   void check_usable(const std::string& call) const;
   void check_rank(int rank, const std::string& call) const;
+  bool is_peers(const std::byte* to) const;
   void leave(RankState state, const std::string& reason);
   std::string name_of(int rank) const;
 
@@ -157,17 +162,25 @@ std::byte* ShmTransport::address(int rank, int64_t offset, int64_t bytes) {
   return (rank == who_.rank ? arena_->data() : peers_[index(rank)].arena.data()) + offset;
 }
 
-void ShmTransport::copy(Channel, std::byte* to, const std::byte* from, int64_t bytes) {
-  if (bytes <= 0) return;
-  const bool to_peer = std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+bool ShmTransport::is_peers(const std::byte* to) const {
+  return std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) {
     const auto start = reinterpret_cast<uintptr_t>(peer.arena.data());
     return reinterpret_cast<uintptr_t>(to) - start < static_cast<uintptr_t>(peer.arena.bytes());
   });
-  if (to_peer) {
+}
+
+void ShmTransport::copy(Channel, std::byte* to, const std::byte* from, int64_t bytes) {
+  if (bytes <= 0) return;
+  if (is_peers(to)) {
     push_bytes(to, from, bytes);
   } else {
     std::memcpy(to, from, static_cast<size_t>(bytes));
   }
+}
+
+void ShmTransport::copy_rows(Channel, std::byte* to, const std::byte* from, const Rows& rows) {
+  const auto move = is_peers(to) ? push_rows : tide::copy_rows;
+  move(to, from, rows.rows, rows.bytes, rows.to_pitch, rows.from_pitch);
 }
 
 void ShmTransport::signal(Channel channel, int peer, Flag flag, uint64_t value) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "strided.h"
 #include "types.h"
 
 // Plain description of one reduction; the kernels themselves are the transports' business.
@@ -115,6 +116,16 @@ class Transport {
   // A copy whose two ends are this rank's own memory.
   virtual void place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) {
     copy(channel, to, from, bytes);
+  }
+  // The same two for rows at a pitch.
+  virtual void copy_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) {
+    for (int64_t r = 0; r < rows.rows; ++r)
+      copy(channel, to + r * rows.to_pitch, from + r * rows.from_pitch, rows.bytes);
+  }
+  virtual void place_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) {
+    for (int64_t r = 0; r < rows.rows; ++r) {
+      place(channel, to + r * rows.to_pitch, from + r * rows.from_pitch, rows.bytes);
+    }
   }
   virtual void fill(Channel channel, std::byte* to, int64_t bytes) = 0;
   virtual void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) = 0;

@@ -31,6 +31,9 @@ class Work : public c10d::Work {
   std::exception_ptr error_;
 };
 
+// The handle of a call whose result is there (CUDA: ordered on the current stream).
+c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output);
+
 // Several handles as one, for the coalesced calls.
 class GroupWork : public c10d::Work {
  public:

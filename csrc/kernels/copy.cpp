@@ -58,4 +58,16 @@ void push_bytes(std::byte* to, const std::byte* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
+void push_rows(std::byte* to, const std::byte* from, int64_t rows, int64_t bytes, int64_t to_pitch,
+               int64_t from_pitch) {
+  for (int64_t r = 0; r < rows; ++r) push_bytes(to + r * to_pitch, from + r * from_pitch, bytes);
+}
+
+void copy_rows(std::byte* to, const std::byte* from, int64_t rows, int64_t bytes, int64_t to_pitch,
+               int64_t from_pitch) {
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(to + r * to_pitch, from + r * from_pitch, static_cast<size_t>(bytes));
+  }
+}
+
 }  // namespace tide

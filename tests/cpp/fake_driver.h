@@ -85,8 +85,8 @@ class FakeDriver {
       false};  // kernels; one that is not blocks its launch, and all else, until its stream is idle
 
   // What tests read.
-  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0}, multicasts{0},
-      small_copies{0}, word_batches{0};
+  std::atomic<int> streams{0}, events{0}, registrations{0}, batches{0}, copies{0}, calls{0}, placings{0}, multicasts{0};
+  std::atomic<int> copies_2d{0}, small_copies{0}, word_batches{0};
   std::atomic<int> without_context{0}, broke_capture{0};
 
   static FakeDriver& get() {
@@ -114,6 +114,7 @@ class FakeDriver {
     d.event_synchronize = event_synchronize;
     d.copy = copy;
     if (get().has_batches) d.copy_batch = copy_batch;
+    d.copy_2d = copy_2d;
     d.fill = fill;
     d.host_register = host_register;
     d.host_unregister = host_unregister;
@@ -348,6 +349,27 @@ class FakeDriver {
     for (auto& job : jobs) queue(stream).push(std::move(job));
     return 0;
   }
+  // Row by row, in any order; pitches must hold a row and stay below 2 GiB.
+  static cuda::Result copy_2d(const cuda::Copy2D* given, cuda::Stream stream) {
+    if (auto bad = enter("copy_2d")) return bad;
+    const cuda::Copy2D c = *given;
+    for (const auto& end : {c.from, c.to}) {
+      if (end.x_bytes != 0 || end.y != 0 || end.memory_type != cuda::Copy2D::kUnified) return 1;
+      if (end.pitch < c.width_bytes || end.pitch >= size_t{1} << 31) return 1;
+    }
+    ++get().copies_2d;
+    queue(stream).push([c] {
+      pause();
+      std::vector<size_t> rows(c.height);
+      for (size_t r = 0; r < c.height; ++r) rows[r] = r;
+      std::shuffle(rows.begin(), rows.end(), std::mt19937(std::random_device{}()));
+      for (const size_t r : rows) {
+        std::memcpy(reinterpret_cast<void*>(c.to.device + r * c.to.pitch),
+                    reinterpret_cast<const void*>(c.from.device + r * c.from.pitch), c.width_bytes);
+      }
+    });
+    return 0;
+  }
   static cuda::Result fill(cuda::DevicePtr to, unsigned char value, size_t bytes, cuda::Stream stream) {
     if (auto bad = enter("fill")) return bad;
     queue(stream).push([=] { std::memset(reinterpret_cast<void*>(to), value, bytes); });
@@ -404,7 +426,10 @@ inline void launch_place(const std::vector<Placement>& placements, int, void* st
   FakeDriver::load_kernel(stream);
   FakeDriver::launch(stream, [=] {
     for (auto p = placements.rbegin(); p != placements.rend(); ++p) {
-      std::memcpy(p->to, p->from, static_cast<size_t>(p->bytes));
+      for (int64_t r = 0; r < p->rows; ++r) {
+        std::memcpy(static_cast<std::byte*>(p->to) + r * p->to_pitch,
+                    static_cast<const std::byte*>(p->from) + r * p->from_pitch, static_cast<size_t>(p->bytes));
+      }
     }
   });
 }

@@ -20,6 +20,17 @@ constexpr size_t kSmallBatch = 1 << 20;  // bytes; some 3 us over NVLink
 
 DevicePtr device(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
 
+Copy2D copy_2d(const Placement& p) {
+  Copy2D result;
+  result.from.device = device(p.from);
+  result.from.pitch = static_cast<size_t>(p.from_pitch);
+  result.to.device = device(p.to);
+  result.to.pitch = static_cast<size_t>(p.to_pitch);
+  result.width_bytes = static_cast<size_t>(p.bytes);
+  result.height = static_cast<size_t>(p.rows);
+  return result;
+}
+
 Event record(Stream stream) {
   Event event = nullptr;
   check(driver().event_create(&event, kEventDisableTiming), "cuEventCreate");
@@ -135,6 +146,19 @@ void CudaTransport::place(Channel channel, std::byte* to, const std::byte* from,
   batch.placements.push_back({to, from, bytes});
 }
 
+void CudaTransport::copy_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) {
+  Batch& batch = batches_[static_cast<size_t>(channel)];
+  if (!batch.additions.empty() || !batch.only_data) flush(channel);
+  batch.strided.push_back(copy_2d({to, from, rows.bytes, rows.rows, rows.to_pitch, rows.from_pitch}));
+  batch.all_bytes += static_cast<size_t>(rows.bytes * rows.rows);
+}
+
+void CudaTransport::place_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) {
+  Batch& batch = batches_[static_cast<size_t>(channel)];
+  if (!batch.additions.empty() || !batch.words.empty()) flush(channel);
+  batch.placements.push_back({to, from, rows.bytes, rows.rows, rows.to_pitch, rows.from_pitch});
+}
+
 // What was given is gone from the batch also when it fails: it is not given again.
 void CudaTransport::flush(Channel channel) {
   if (batches_[static_cast<size_t>(channel)].empty()) return;
@@ -156,7 +180,12 @@ void CudaTransport::place_batch(Stream stream, Batch& batch) {
   if (batch.placements.empty()) return;
   if (const PlaceLaunch launch = place_launch()) return launch(batch.placements, options_.accumulate_ctas, stream);
   for (const Placement& p : batch.placements) {
-    check(driver().copy(device(p.to), device(p.from), static_cast<size_t>(p.bytes), stream), "cuMemcpyAsync");
+    if (p.rows > 1) {
+      const Copy2D rows = copy_2d(p);
+      check(driver().copy_2d(&rows, stream), "cuMemcpy2DAsync");
+    } else {
+      check(driver().copy(device(p.to), device(p.from), static_cast<size_t>(p.bytes), stream), "cuMemcpyAsync");
+    }
   }
 }
 
@@ -183,6 +212,7 @@ void CudaTransport::copy_batch(Stream stream, Batch& batch) {
 }
 
 void CudaTransport::copy_by_engines(Stream stream, Batch& batch) {
+  for (const Copy2D& rows : batch.strided) check(driver().copy_2d(&rows, stream), "cuMemcpy2DAsync");
   const size_t count = batch.bytes.size();
   if (count == 0) return;
   Result result = 0;
@@ -210,7 +240,7 @@ void CudaTransport::accumulate(Channel channel, ElementType in, ElementType out,
   Batch& batch = batches_[static_cast<size_t>(channel)];
   // Most calls have one pair of types; what comes before must be given first, and so must additions of another pair.
   const bool other = !batch.additions.empty() && (batch.in != in || batch.out != out);
-  if (!batch.bytes.empty() || !batch.words.empty() || other) flush(channel);
+  if (!batch.copies_nothing() || !batch.words.empty() || other) flush(channel);
   batch.in = in;
   batch.out = out;
   batch.additions.push_back(args);

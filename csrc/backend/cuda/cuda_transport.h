@@ -1,13 +1,13 @@
 // The CUDA transport: copy engines between the GPUs of one node, flags in host memory that every rank shares.
 //
 // Data: windows lie in the DeviceArena; peers' windows are plain addresses here. What a call does runs on its channel's
-// own stream, copies batched up to the next flag; those within the device are done by a kernel, behind the batch.
-// Reduce-scatter and all-to-all send on one more stream, so that a chunk is added while the next is on its way.
-// Flags: the control tables of an shm transport, registered with the driver; a stream writes a peer's word and waits
-// for its own. Measured on two H200: a round trip through host words takes 10.8 us, through words in device memory 9.4
-// us. In host memory the CPU can read them (who is missing) and release them (give up), so they are there. Devices that
-// cannot flush remote writes need no flush here: a stream write comes behind a barrier that orders the copies before
-// it.
+// own stream, copies batched up to the next flag (those of rows at a pitch one by one); those within the device are
+// done by a kernel, behind the batch. Reduce-scatter and all-to-all send on one more stream, so that a chunk is added
+// while the next is on its way. Flags: the control tables of an shm transport, registered with the driver; a stream
+// writes a peer's word and waits for its own. Measured on two H200: a round trip through host words takes 10.8 us,
+// through words in device memory 9.4 us. In host memory the CPU can read them (who is missing) and release them (give
+// up), so they are there. Devices that cannot flush remote writes need no flush here: a stream write comes behind a
+// barrier that orders the copies before it.
 #pragma once
 
 #include <array>
@@ -78,6 +78,8 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::string provide(Channel channel, const Wait& wait) override;
   void copy(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) override;
   void place(Channel channel, std::byte* to, const std::byte* from, int64_t bytes) override;
+  void copy_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) override;
+  void place_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) override;
   void fill(Channel channel, std::byte* to, int64_t bytes) override;
   void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) override;
   void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
@@ -144,18 +146,21 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   struct Batch {
     std::vector<DevicePtr> to, from;
     std::vector<size_t> bytes;
-    size_t all_bytes = 0;  // of the copies
+    size_t all_bytes = 0;  // of the copies, those of rows too
+    std::vector<Copy2D> strided;
     std::vector<Placement> placements;
     ElementType in = ElementType::bytes, out = ElementType::bytes;  // of the additions
     std::vector<AccumulateArgs> additions;
     std::vector<StreamWord> words;
     std::string call;       // that waits
     bool only_data = true;  // the words say that copies are there: further ones may come before them
-    bool empty() const { return bytes.empty() && placements.empty() && additions.empty() && words.empty(); }
+    bool copies_nothing() const { return bytes.empty() && strided.empty(); }
+    bool empty() const { return copies_nothing() && placements.empty() && additions.empty() && words.empty(); }
     void clear() {
       to.clear();
       from.clear();
       bytes.clear();
+      strided.clear();
       placements.clear();
       additions.clear();
       words.clear();

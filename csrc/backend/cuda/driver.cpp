@@ -44,6 +44,7 @@ Driver load() {
   find(library, "cuEventSynchronize", d.event_synchronize, p);
   find(library, "cuMemcpyAsync", d.copy, p);
   find(library, "cuMemcpyBatchAsync_v2", d.copy_batch, nullptr);
+  find(library, "cuMemcpy2DAsync_v2", d.copy_2d, p);
   find(library, "cuMemsetD8Async", d.fill, p);
   find(library, "cuMemHostRegister_v2", d.host_register, p);
   find(library, "cuMemHostUnregister", d.host_unregister, p);

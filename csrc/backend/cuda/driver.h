@@ -49,6 +49,21 @@ struct WordOperation {
 };
 static_assert(sizeof(WordOperation) == 48 && offsetof(WordOperation, flags) == 24);
 
+// CUDA_MEMCPY2D of cuMemcpy2DAsync_v2.
+struct Copy2D {
+  static constexpr int kUnified = 4;  // an address says by itself whose memory it is
+  struct End {
+    size_t x_bytes = 0, y = 0;
+    int memory_type = kUnified;
+    void* host = nullptr;
+    DevicePtr device = 0;
+    void* array = nullptr;
+    size_t pitch = 0;
+  } from, to;
+  size_t width_bytes = 0, height = 0;
+};
+static_assert(sizeof(Copy2D) == 128 && offsetof(Copy2D, to) == 56 && offsetof(Copy2D::End, device) == 32);
+
 struct Driver {
   Result (*stream_create)(Stream*, unsigned flags, int priority) = nullptr;
   Result (*stream_destroy)(Stream) = nullptr;
@@ -69,6 +84,7 @@ struct Driver {
   // May be null: driver older than 12.8.
   Result (*copy_batch)(DevicePtr* to, DevicePtr* from, size_t* bytes, size_t count, CopyAttributes*, size_t* indices,
                        size_t attributes, Stream) = nullptr;
+  Result (*copy_2d)(const Copy2D*, Stream) = nullptr;
   Result (*fill)(DevicePtr, unsigned char value, size_t bytes, Stream) = nullptr;
   Result (*host_register)(void*, size_t bytes, unsigned flags) = nullptr;
   Result (*host_unregister)(void*) = nullptr;

@@ -364,6 +364,49 @@ all_to_all zero_copy rank 1/3 window 0B
 """,
         )
 
+    def test_strided_ends_are_cut_at_chunks(self) -> None:
+        """Rows of 24 bytes at 48 in, of 40 at 56 out; chunks of 64 bytes, which end within rows of both."""
+        more = {"in_splits": [0, 30], "out_splits": [0, 20]}
+        forms = {"in_form": _C.Strided(360, 5, 24, 48), "out_form": _C.Strided(56, 1, 40, 40)}
+        self.assertExpectedInline(
+            show("all_to_all", 0, 2, 30, **more, **forms),
+            """\
+all_to_all staged rank 0/2 window 128B
+  signal ready -> 1 #1
+  wait ready <- 1 #1
+  copy in0+0 -> win1+0 24B x 2 pitch 48 -> 24
+  copy in0+96 -> win1+48 16B
+  signal data -> 1 #1
+  copy in0+112 -> win1+64 8B
+  copy in0+144 -> win1+72 24B x 2 pitch 48 -> 24
+  signal data -> 1 #2
+  wait data <- 1 #1
+  copy win0+0 -> out+0 40B
+  copy win0+40 -> out+56 24B
+  wait data <- 1 #2
+  copy win0+64 -> out+80 16B
+""",
+        )
+
+    def test_zero_copy_into_a_peers_gaps(self) -> None:
+        """Two elements of two rows each for rank 1, whose output has rows of the same length at another pitch."""
+        out = _C.Strided(64, 1, 24, 24)
+        more = {"in_splits": [12, 24], "out_splits": [12, 12], "peer_offsets": [0, 0]}
+        forms = {"in_form": _C.Strided(24, 2, 24, 72), "out_form": out, "peer_forms": [out, _C.Strided(32, 1, 24, 24)]}
+        self.assertExpectedInline(
+            show("all_to_all", 0, 2, 36, in_arena=True, **more, **forms),
+            """\
+all_to_all zero_copy rank 0/2 window 0B
+  signal ready -> 1 #1
+  wait ready <- 1 #1
+  copy in0+24 -> win1+0 24B x 2 pitch 72 -> 32
+  copy in0+48 -> win1+64 24B x 2 pitch 72 -> 32
+  signal data -> 1 #1
+  copy in0+0 -> out+0 24B x 2 pitch 72 -> 64
+  wait data <- 1 #1
+""",
+        )
+
     def test_nothing_received_needs_no_window(self) -> None:
         text = show("all_to_all", 0, 2, 3, in_splits=[0, 3], out_splits=[0, 0])
         self.assertExpectedInline(

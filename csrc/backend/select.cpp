@@ -23,11 +23,11 @@ StridedLimits strided_limits(Device device) {
     case Device::cuda:
       // Copy engines take 2-D copies at full rate for rows from 256 bytes, of pitches below 2 GiB; one costs the host
       // some microseconds, in which a kernel moves what a block must have at least.
-      return {256, 256 << 10, int64_t{1} << 31};
+      return {256, 1, 256 << 10, int64_t{1} << 31};
     case Device::cpu:
       break;
   }
-  return {64, 16 << 10, INT64_MAX};
+  return {64, 64, 16 << 10, INT64_MAX};
 }
 
 namespace {

@@ -95,7 +95,7 @@ std::string not_worth_it(const Strided& form, int64_t elements, int world, const
   }
   // No copy takes rows that come closer than they are long.
   if (form.rows == 1 && elements > 1 && form.stride < form.row_bytes) return "rows overlap";
-  if (!form.even() && elements > world && form.element_bytes() < limits.block_bytes) {
+  if (!form.even() && elements > world * limits.blocks && form.element_bytes() < limits.block_bytes) {
     return std::to_string(elements) + " blocks of " + bytes(form.element_bytes());
   }
   return "";

@@ -37,7 +37,8 @@ bool disjoint(const Strided& form, int64_t elements);
 // What makes a strided copy worth its while beside one that makes the tensor contiguous first.
 struct StridedLimits {
   int64_t row_bytes = 1;    // of a row, at least
-  int64_t block_bytes = 0;  // of rows at one pitch, at least, where a rank's part is several blocks
+  int64_t blocks = 1;       // of rows at one pitch, for each rank of the group; more of them have
+  int64_t block_bytes = 0;  // at least so many bytes each
   int64_t pitch = INT64_MAX;
 };
 

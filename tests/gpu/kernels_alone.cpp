@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -273,6 +274,38 @@ void place_all(const std::string& name, tide::PlaceLaunch launch, cudaStream_t s
   for (size_t i = 0; i < names.size(); ++i) outputs[i]->expect(wanted[i], names[i]);
 }
 
+// Rows at a pitch of either end; what lies between them stays.
+void place_rows(cudaStream_t stream) {
+  std::vector<std::unique_ptr<Memory>> inputs;
+  std::vector<std::unique_ptr<Output>> outputs;
+  std::vector<Bytes> wanted;
+  std::vector<std::string> names;
+  std::vector<tide::Placement> placements;
+  for (const size_t width : {size_t{1}, size_t{6}, size_t{48}, size_t{262}, size_t{4096}}) {
+    for (const size_t rows : {size_t{2}, size_t{5}, size_t{301}}) {
+      for (const auto [to_gap, from_gap, over] :
+           {std::array<size_t, 3>{0, 16, 0}, {32, 0, 0}, {8, 16, 8}, {3, 2, 1}, {0, 5, 4}}) {
+        const size_t to_pitch = width + to_gap, from_pitch = width + from_gap;
+        Bytes content(rows * from_pitch - from_gap), image(rows * to_pitch - to_gap, kMark);
+        for (unsigned char& b : content) b = static_cast<unsigned char>(generator());
+        for (size_t r = 0; r < rows; ++r) std::copy_n(&content[r * from_pitch], width, &image[r * to_pitch]);
+        inputs.push_back(std::make_unique<Memory>(content, over));
+        outputs.push_back(std::make_unique<Output>(image.size(), 0));
+        wanted.push_back(std::move(image));
+        names.push_back("place " + std::to_string(rows) + " rows of " + std::to_string(width) + " bytes, gaps of " +
+                        std::to_string(from_gap) + " and " + std::to_string(to_gap) + ", off by " +
+                        std::to_string(over));
+        placements.push_back({outputs.back()->get(), inputs.back()->get(), static_cast<int64_t>(width),
+                              static_cast<int64_t>(rows), static_cast<int64_t>(to_pitch),
+                              static_cast<int64_t>(from_pitch)});
+      }
+    }
+  }
+  tide::place_launch()(placements, 16, stream);
+  check(cudaStreamSynchronize(stream), "the placing kernel on rows");
+  for (size_t i = 0; i < names.size(); ++i) outputs[i]->expect(wanted[i], names[i]);
+}
+
 }  // namespace
 
 int main() {
@@ -287,6 +320,7 @@ int main() {
   cast_all(stream);
   place_all("place", tide::place_launch(), stream);
   place_all("small copies", tide::small_copies_launch(), stream);
+  place_rows(stream);
   check(cudaStreamDestroy(stream), "cudaStreamDestroy");
   std::printf("%d results, %d wrong\n", cases, wrong);
   return wrong == 0 ? 0 : 1;

@@ -164,7 +164,27 @@ def test_the_command(collective: str, tmp_path: Path) -> None:
         assert len(row["tide"]["repetitions_us"]) == 2 and f"{row['ratio']:.2f}x" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["all_gather", "--sizes", "big"], ["all_gather", "--ranks", "1"], ["broadcast"]])
+def test_ulysses_permutes_on_the_stock_side_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "result.json"
+    arguments = ["--layout", "ulysses", "--sizes", "64K", "--ranks", "2", "--repetitions", "2", "--json", str(output)]
+    assert command.main(["all_to_all", *arguments]) == 0
+    assert "# wrong elements: 0" in capfd.readouterr().out
+    rows = json.loads(output.read_text())["rows"]
+    assert [(r["name"], r["tide"]["path"], r["stock"]["path"]) for r in rows] == [
+        ("ulysses", "staged", "gloo"),
+        ("into-group", "zero_copy", "gloo"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["all_gather", "--sizes", "big"],
+        ["all_gather", "--ranks", "1"],
+        ["all_gather", "--layout", "ulysses"],
+        ["broadcast"],
+    ],
+)
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         command.main(arguments)

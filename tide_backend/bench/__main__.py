@@ -38,7 +38,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser.add_argument(
         "--vs", default="gloo", help="gloo, or nccl on GPUs; fsdp2: also nccl-symm and compute, and several, as in a,b"
     )
-    parser.add_argument("--layout", choices=list(PARAMETERS), default="llama", help="proportions of the parameters")
+    parser.add_argument(
+        "--layout",
+        choices=[*PARAMETERS, "ulysses"],
+        default="llama",
+        help="proportions of the parameters; all_to_all: ulysses, of permuted views there and back",
+    )
     parser.add_argument("--repetitions", type=int, help="default 15; fsdp2, overlap: 7; init: 5; seam: 300")
     parser.add_argument("--parameters", type=int, default=12, help="seam: of one parameter group (default 12)")
     parser.add_argument("--numel", type=int, default=128, help="seam: elements of each parameter (default 128)")
@@ -73,6 +78,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     collectives = tuple(given.collectives.split(","))
     if not set(collectives) <= set(COLLECTIVES):
         parser.error(f"got --collectives {given.collectives}; expected some of {', '.join(COLLECTIVES)}")
+    if given.layout == "ulysses" and given.collective != "all_to_all":
+        parser.error(f"--layout ulysses is for all_to_all; expected one of {', '.join(PARAMETERS)}")
     if given.layers < 1 or given.rounds < 1:
         parser.error(f"got --layers {given.layers} and --rounds {given.rounds}; expected 1 or more")
     if "nccl" in given.vs and "gloo" in sides:

@@ -29,7 +29,11 @@ NOTES = {
         "            tide: the list of bf16 gradients to the fp32 shard through ParameterLayout",
         "packed:     reduce_scatter_tensor of fp32 alone, on both",
     ),
-    "all_to_all": ("even: all_to_all_single of equal parts, on both",),
+    "all_to_all": (
+        "even: all_to_all_single of equal parts, on both",
+        "ulysses: [tokens, heads, dim] to own heads of all tokens, and back; {stock}: permutes before and behind;",
+        "         tide: permuted views; into-group: and outputs in memory of the group",
+    ),
 }
 
 

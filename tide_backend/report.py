@@ -41,7 +41,11 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """All calls of one operation of a group that went one way for one reason, FSDP2's among them."""
+    """All calls of one operation of a group that went one way for one reason, FSDP2's among them.
+
+    ``repair_copies``: tensors that were copied because they do not lie as the call needs them. ``kernel_copies``: pieces
+    that were so small and so many that a kernel moved them in the place of the copy engines.
+    """
 
     group: str
     device: str
@@ -51,6 +55,7 @@ class CollectiveRow:
     calls: int
     bytes: int
     repair_copies: int
+    kernel_copies: int
     seconds: float
 
 
@@ -95,7 +100,7 @@ class Report:
             )
         if self.collectives:
             lines += _table(
-                "group device collective path calls MiB repair-copies seconds reason",
+                "group device collective path calls MiB repair-copies kernel-copies seconds reason",
                 [
                     (
                         c.group,
@@ -105,6 +110,7 @@ class Report:
                         c.calls,
                         _mebi(c.bytes),
                         c.repair_copies,
+                        c.kernel_copies,
                         f"{c.seconds:.3f}",
                         c.reason,
                     )

@@ -80,6 +80,7 @@ py::list records(TideBackend& self) {
       d["dtype"] = call.text;
       d["bytes"] = call.bytes;
       d["repair_copies"] = call.repair_copies;
+      d["kernel_copies"] = call.kernel_copies;
       d["repair_reason"] = call.repair_reason;
       d["state"] = to_string(call.state);
       d["seconds"] = call.finished > 0 ? call.finished - call.started : 0.0;
@@ -101,6 +102,7 @@ py::list totals(TideBackend& self) {
       d["calls"] = t.calls;
       d["bytes"] = t.bytes;
       d["repair_copies"] = t.repair_copies;
+      d["kernel_copies"] = t.kernel_copies;
       d["seconds"] = t.seconds;
       result.append(d);
     }

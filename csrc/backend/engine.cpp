@@ -265,6 +265,7 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     move(meeting.request(), selection.path, execution, transport.get(), wait);
   }
   transport->complete(op, exchanges);
+  recorder_.note_kernel_copies(call.record_id, transport->kernel_copies(op));
   return selection;
 }
 

@@ -54,6 +54,11 @@ void Recorder::note_copies(uint64_t id, int64_t copies, const std::string& why) 
   call->repair_reason += (call->repair_reason.empty() ? "" : "; ") + why;
 }
 
+void Recorder::note_kernel_copies(uint64_t id, int64_t copies) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (Call* call = find(id)) call->kernel_copies = copies;
+}
+
 void Recorder::end(uint64_t id, bool failed) {
   std::lock_guard<std::mutex> lock(mutex_);
   Call* call = find(id);
@@ -65,6 +70,7 @@ void Recorder::end(uint64_t id, bool failed) {
   t.calls += 1;
   t.bytes += call->bytes;
   t.repair_copies += call->repair_copies;
+  t.kernel_copies += call->kernel_copies;
   t.seconds += call->finished - call->started;
 }
 

@@ -26,13 +26,14 @@ struct Call {
   std::string text;
   int64_t bytes = 0;          // of the gathered, or not yet scattered, buffer
   int64_t repair_copies = 0;  // tensors copied because they were not contiguous
+  int64_t kernel_copies = 0;  // pieces so small and so many that a kernel moved them, not the copy engines
   std::string repair_reason;  // which, and why they could not be taken as they lie
   CallState state = CallState::waiting;
   double started = 0, finished = 0;  // seconds, steady clock
 };
 
 struct Totals {
-  int64_t calls = 0, bytes = 0, repair_copies = 0;
+  int64_t calls = 0, bytes = 0, repair_copies = 0, kernel_copies = 0;
   double seconds = 0;
 };
 
@@ -43,6 +44,7 @@ class Recorder {
   uint64_t begin(Call call);
   void update(uint64_t id, Path path, const std::string& reason);
   void note_copies(uint64_t id, int64_t copies, const std::string& why);
+  void note_kernel_copies(uint64_t id, int64_t copies);
   void end(uint64_t id, bool failed);
 
   std::vector<Call> recent() const;

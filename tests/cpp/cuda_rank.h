@@ -125,7 +125,11 @@ class CudaRank {
     const Channel channel = call.request.op;
     const std::string name = std::string(to_string(channel)) + " #" + std::to_string(++calls_[channel]);
     join(channel == Channel::all_gather ? copy_in_ : caller_, stream(channel));
-    Selection selection = engine_->run(call, within(timeout, name));
+    CollectiveCall recorded = call;
+    Call entry;
+    entry.op = channel;
+    recorded.record_id = engine_->recorder().begin(entry);
+    Selection selection = engine_->run(recorded, within(timeout, name));
     join(stream(channel), caller_);
     return selection;
   }

@@ -205,6 +205,9 @@ void tiny_parameters(int rank, int world, const std::string& directory, bool jit
     const int peers = world - 1, all = driver.small_copies;
     // Of the smallest gradients not every rank owns something.
     check(!driver.has_placing || all >= 6 * (39 + 35) * peers, "tiny pieces, by the kernel: " + std::to_string(all));
+    int64_t recorded = 0;
+    for (const Call& call : me.engine().recorder().recent()) recorded += call.kernel_copies;
+    check(recorded == all, "each is recorded");
     check(driver.has_placing || all == 0, "no kernel, no copies by it");
     check((driver.word_batches > 0) == driver.has_words, "flags went together");
   }

@@ -95,6 +95,7 @@ std::vector<std::string> CudaTransport::exchange(Channel channel, uint64_t seque
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     calls_[static_cast<size_t>(channel)] = {sequence, wait.deadline, false};
   }
+  kernel_copies_[static_cast<size_t>(channel)] = 0;
   follow(stream(channel), pushing(channel));  // what the caller computed is there, and the call before is over
   return control_->exchange(channel, sequence, mine, wait);
 }
@@ -164,7 +165,7 @@ void CudaTransport::flush(Channel channel) {
   if (batches_[static_cast<size_t>(channel)].empty()) return;
   Batch batch;
   std::swap(batch, batches_[static_cast<size_t>(channel)]);
-  copy_batch(pushing(channel), batch);
+  copy_batch(channel, batch);
   place_batch(stream(channel), batch);
   if (!batch.additions.empty()) {
     accumulate_launch()(batch.in, batch.out, batch.additions, options_.accumulate_ctas, stream(channel));
@@ -189,7 +190,7 @@ void CudaTransport::place_batch(Stream stream, Batch& batch) {
   }
 }
 
-void CudaTransport::copy_batch(Stream stream, Batch& batch) {
+void CudaTransport::copy_batch(Channel channel, Batch& batch) {
   std::vector<Placement> small;
   const auto is_small = [](size_t bytes) { return bytes <= kSmallCopy; };
   const auto launch = multicast_.usable ? nullptr : small_copies_launch();  // a kernel's plain stores are no multicast
@@ -207,8 +208,10 @@ void CudaTransport::copy_batch(Stream stream, Batch& batch) {
     }
     batch.bytes.resize(kept);
   }
-  copy_by_engines(stream, batch);
-  if (!small.empty()) launch(small, options_.accumulate_ctas, stream);
+  copy_by_engines(pushing(channel), batch);
+  if (small.empty()) return;
+  launch(small, options_.accumulate_ctas, pushing(channel));
+  kernel_copies_[static_cast<size_t>(channel)] += static_cast<int64_t>(small.size());
 }
 
 void CudaTransport::copy_by_engines(Stream stream, Batch& batch) {

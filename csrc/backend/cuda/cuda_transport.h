@@ -81,6 +81,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   void copy_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) override;
   void place_rows(Channel channel, std::byte* to, const std::byte* from, const Rows& rows) override;
   void fill(Channel channel, std::byte* to, int64_t bytes) override;
+  int64_t kernel_copies(Channel channel) const override { return kernel_copies_[static_cast<size_t>(channel)]; }
   void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) override;
   void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
   void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
@@ -120,7 +121,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   void find_multicast(const Wait& wait);
   void say_no_multicast(const std::string& why);
   void flush(Channel channel);
-  void copy_batch(Stream stream, Batch& batch);
+  void copy_batch(Channel channel, Batch& batch);
   void copy_by_engines(Stream stream, Batch& batch);
   void give_words(Channel channel, const Batch& batch);
   void place_batch(Stream stream, Batch& batch);
@@ -187,6 +188,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::mutex staging_mutex_;
   std::vector<std::pair<std::byte*, DevicePtr>> mapped_;  // by rank: its table here, and as devices see it
   std::array<Batch, kChannels> batches_;
+  std::array<int64_t, kChannels> kernel_copies_{};  // since the call's exchange
   std::unique_ptr<Watchdog> watchdog_;
   uint64_t memory_calls_ = 0;
   Multicast multicast_;  // what the ranks agreed on when they connected; a segment may have none even so

@@ -242,8 +242,4 @@ const std::map<std::string, void (*)()> kCases{{"exchange", exchange},
 }  // namespace
 }  // namespace tide::test
 
-int main(int argc, char** argv) {
-  int code = 0;
-  tide::test::run_case(tide::test::kCases, argc, argv, &code);
-  return code;
-}
+int main(int argc, char** argv) { return tide::test::run_case(tide::test::kCases, argc, argv); }

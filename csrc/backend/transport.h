@@ -129,7 +129,10 @@ class Transport {
   }
   virtual void fill(Channel channel, std::byte* to, int64_t bytes) = 0;
   // How many copies of the channel's last call a kernel made in the place of copy engines.
-  virtual int64_t kernel_copies(Channel channel) const { return 0; }
+  virtual int64_t kernel_copies(Channel channel) const {
+    static_cast<void>(channel);
+    return 0;
+  }
   virtual void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) = 0;
 
   // Sets this rank's flag word at `peer` to `value`. All copies issued before are visible to a peer whose

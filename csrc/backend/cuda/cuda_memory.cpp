@@ -60,8 +60,7 @@ bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait&
     if (all[r] == what + kGrow || all[r] == what + kFits) continue;
     fail(ErrorKind::usage, who_, "memory #" + std::to_string(memory_calls_),
          "ranks asked for different memory; got " + what + " here and " + all[r] + " on rank " + std::to_string(r) +
-             ", expected the same; shard the same parameters, or ask in the same order, on every "
-             "rank");
+             ", expected the same; shard the same parameters, or ask in the same order, on every rank");
   }
   return any;
 }

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+import tide_backend
 from tide_backend import _C
 
 ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 BUILD_VARIABLES = {"TIDE_CUDA"}
 
 
 def readme_rows() -> dict[str, str]:
     """Variable -> default, from README's table of environment variables."""
-    rows = re.findall(r"^\| `(TIDE_\w+)` \|.*\| `?([^|`]*)`? \|$", (ROOT / "README.md").read_text(), flags=re.M)
+    rows = re.findall(r"^\| `(TIDE_\w+)` \|.*\| `?([^|`]*)`? \|$", README, flags=re.M)
     return {name: default.strip() for name, default in rows}
 
 
@@ -27,6 +29,53 @@ def test_readme_table_is_the_real_one() -> None:
     rows = readme_rows()
     assert set(rows) - BUILD_VARIABLES == set(table)
     assert {name: rows[name] for name in table} == table
+
+
+def option_ranges() -> dict[str, tuple[int, int]]:
+    """Attribute of Options -> least and most that it may be, from README's table."""
+    rows = re.findall(r"^\| `TIDE_(\w+)` \| .* \| (\d+) (or more|or 1|to \d+)[^|]*\| ", README, flags=re.M)
+    most = {"or more": 2**63 - 1, "or 1": 1}
+    ranges = {name.lower(): (int(least), most.get(rest) or int(rest[3:])) for name, least, rest in rows}
+    del ranges["fsdp2"]
+    ranges["cuda"] = ranges.pop("cuda_transport")
+    return ranges
+
+
+RANGES = option_ranges()
+
+
+def test_options_are_the_variables() -> None:
+    torchs = {"group_name", "global_ranks_in_group"}
+    assert {n for n in vars(tide_backend.Options) if not n.startswith("_")} - torchs == set(RANGES)
+    assert len(RANGES) == 12
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_options_are_held_to_their_range(name: str) -> None:
+    least, most = RANGES[name]
+    for value in (least, most):
+        assert getattr(tide_backend.Options(**{name: value}), name) == value
+    options = tide_backend.Options()
+    before = getattr(options, name)
+    for value in (least - 1, most + 1, str(least), float(least), None):
+        text = rf"tide: Options\.{name}={re.escape(repr(value))} is not allowed; expected {least} (or|to) .*; it sets "
+        with pytest.raises(tide_backend.UsageError, match=text):
+            setattr(options, name, value)
+        with pytest.raises(tide_backend.UsageError, match=text):
+            tide_backend.Options(**{name: value})
+    assert getattr(options, name) == before
+
+
+def test_options_by_keyword() -> None:
+    options = tide_backend.Options(staging_bytes=1 << 20, cuda=False)
+    assert (options.staging_bytes, options.cuda, options.shared_memory) == (1 << 20, False, True)
+    with pytest.raises(TypeError) as found:
+        tide_backend.Options(staging_byte=1 << 20)
+    text = str(found.value)
+    assert text.startswith('tide: Options got "staging_byte", which does not exist; expected any of arena_bytes, ')
+    assert all(name in text for name in RANGES)
+    with pytest.raises(TypeError):
+        tide_backend.Options(group_name="mine")  # PyTorch's to set
 
 
 def test_at_most_fifteen_variables() -> None:

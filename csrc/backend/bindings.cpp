@@ -8,6 +8,7 @@
 
 #include "../kernels/accumulate_cuda.h"
 #include "backend.h"
+#include "options_bindings.h"
 #include "plan_bindings.h"
 #include "slot_cast.h"
 #include "work.h"
@@ -111,27 +112,6 @@ py::list totals(TideBackend& self) {
 }
 
 void bind_backend(py::module_& m) {
-  py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>, c10d::Backend::Options>(m, "Options")
-      .def(py::init<>())
-      .def("__copy__", [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
-      .def("__deepcopy__",
-           [](const BackendOptions& self, const py::dict&) { return c10::make_intrusive<BackendOptions>(self); })
-      .def_readwrite("arena_bytes", &BackendOptions::arena_bytes)
-      .def_readwrite("staging_bytes", &BackendOptions::staging_bytes)
-      .def_readwrite("handshake_seconds", &BackendOptions::handshake_seconds)
-      .def_readwrite("recorded_calls", &BackendOptions::recorded_calls)
-      .def_readwrite("shared_memory", &BackendOptions::shared_memory)
-      .def_readwrite("cuda", &BackendOptions::cuda)
-      .def_readwrite("cuda_staging_bytes", &BackendOptions::cuda_staging_bytes)
-      .def_readwrite("slot_reuse", &BackendOptions::slot_reuse)
-      .def_readwrite("multicast", &BackendOptions::multicast)
-      .def_readwrite("accumulate_ctas", &BackendOptions::accumulate_ctas)
-      .def_readwrite("cuda_plain_bytes", &BackendOptions::cuda_plain_bytes)
-      .def_readwrite("raise_on_timeout", &BackendOptions::raise_on_timeout)
-      .def_readwrite("group_name", &BackendOptions::group_name)
-      .def_readwrite("_timeout", &BackendOptions::timeout)
-      .def_readwrite("global_ranks_in_group", &BackendOptions::global_ranks_in_group);
-
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<TideBackend, c10::intrusive_ptr<TideBackend>, c10d::Backend>(m, "TideBackend")
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
@@ -213,6 +193,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   tide::register_errors();
   tide::bind_plans(m);
   tide::bind_layout(m);
+  tide::bind_options(m);
   tide::bind_backend(m);
   tide::bind_repack(m);
   m.attr("with_cuda_kernels") = tide::accumulate_launch() != nullptr;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,9 @@ struct EnvVariable {
   const char* meaning;
   const char* allowed;
   const char* standard;  // default
+  // Of a number: the attribute of Options that sets it too, or "", and what it may be. A text has "" and 0, 0.
+  const char* option;
+  int64_t smallest, largest;
 };
 
 // Every TIDE_* variable that the running library reads (TIDE_CUDA is read by setup.py alone).
@@ -38,6 +42,14 @@ struct Env {
 // Throws Error(usage) naming the variable for a value that is not allowed, and for a TIDE_* variable that does
 // not exist (a misspelt one would otherwise be silently ignored).
 Env read_env();
+
+// `value` of Options' attribute `option`, held to what its variable may be; `text` is how the caller wrote it. Throws
+// Error(usage).
+int64_t allowed_option(const char* option, std::optional<int64_t> value, const std::string& text);
+
+// "arena_bytes, staging_bytes, ...": every attribute of Options that has a variable.
+std::string option_names();
+bool is_option(const std::string& name);
 
 // "NCCL_NVLS_ENABLE=0": the variable of another library that forbids NVSwitch multicast on this machine; "" for none.
 std::string multicast_forbidden();

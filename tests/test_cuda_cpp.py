@@ -60,6 +60,7 @@ REFUSALS = [
     "connect_refused",
     "growth_after_making_room",
     "growth_refused",
+    "one_rank_declines",
     "windows_refused",
 ]
 PEERS = [

@@ -30,6 +30,8 @@ PROGRAMS = {
     ],
     "test_shm_connect": [
         "address_space",
+        "killed_in_the_handshake",
+        "late_rank",
         "missing_rank",
         "network_namespace",
         "stranger",

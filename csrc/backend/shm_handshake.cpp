@@ -12,6 +12,9 @@ namespace {
 constexpr uint32_t kMagic = 0x74696465;  // "tide"
 const char* const kProtocol = "shm-1";
 const char* const kFailed = "failed: ";
+const char* const kGaveUp = "gave up: ";
+// A rank that waits for the one that is late speaks before a rank that waits for the outcome of both.
+constexpr auto kGrace = std::chrono::seconds(1);
 
 // A reason that names its rank already.
 class Blamed : public ShmUnavailable {
@@ -23,6 +26,7 @@ std::string contact_key(int rank) { return "shm/contact/" + std::to_string(rank)
 std::string outcome_key(int rank) { return "shm/outcome/" + std::to_string(rank); }
 
 bool is_failure(const std::string& text) { return text.rfind(kFailed, 0) == 0; }
+bool gave_up(const std::string& text) { return text.rfind(kGaveUp, 0) == 0; }
 std::string failure_in(const std::string& text) { return text.substr(std::string(kFailed).size()); }
 
 std::string first_word(const std::string& path) {
@@ -53,25 +57,30 @@ Handshake::Handshake(const Speaker& who, Bootstrap& bootstrap, std::chrono::mill
     : who_(who), bootstrap_(bootstrap), timeout_(timeout), interrupted_(std::move(interrupted)) {}
 
 std::string Handshake::get(const std::string& key, int rank, const Peer* peer) const {
-  bool gave_up = false;
+  bool ended = false;
+  const std::string name = "rank " + std::to_string(rank);
   const auto tick = [&] {
-    gave_up = true;
+    ended = true;
     if (interrupted_) interrupted_();
-    if (peer && peer->pidfd && is_gone(peer->socket, peer->pidfd) && !bootstrap_.has(key)) {
+    if (peer && peer->socket && is_gone(peer->socket, peer->pidfd) && !bootstrap_.has(key)) {
       fail(ErrorKind::peer, who_, "",
-           "rank " + std::to_string(rank) + " (pid " + std::to_string(peer->pid) +
-               ") died in the shared-memory handshake; look at that rank");
+           name + (peer->pid ? " (pid " + std::to_string(peer->pid) + ")" : "") +
+               " died in the shared-memory handshake; look at that rank");
     }
-    gave_up = false;
+    if (peer && Clock::now() > deadline_ + kGrace && !bootstrap_.has(key)) {
+      fail(ErrorKind::timeout, who_, "",
+           waited(name, "say how it went") + "; look at " + name + ", or set a longer handshake timeout");
+    }
+    ended = false;
   };
   try {
     return bootstrap_.await(key, tick);
   } catch (const std::exception& error) {
-    if (gave_up) throw;
+    if (ended) throw;
     fail(ErrorKind::timeout, who_, "",
-         "rank " + std::to_string(rank) +
-             " did not take part in the shared-memory handshake; look at that rank, or "
-             "give the store a longer timeout (" +
+         name +
+             " did not take part in the shared-memory handshake; look at that rank, or give the store a longer "
+             "timeout (" +
              error.what() + ")");
   }
 }
@@ -127,19 +136,18 @@ std::string Handshake::meet(std::string own_failure) {
   return reason;
 }
 
-std::vector<Peer> Handshake::swap(const Offer& offer) {
-  std::vector<Peer> peers(static_cast<size_t>(who_.world));
+void Handshake::swap(const Offer& offer, std::vector<Peer>* peers) {
+  peers->resize(static_cast<size_t>(who_.world));
   // No rank waits for another before all its own connections and greetings to lower ranks are out: no cycle.
   try {
-    connect_lower(offer, &peers);
-    accept_higher(offer, &peers);
-    collect_lower(&peers);
+    connect_lower(offer, peers);
+    accept_higher(offer, peers);
+    collect_lower(peers);
   } catch (const Blamed&) {
     throw;
   } catch (const ShmUnavailable& error) {
     throw ShmUnavailable("rank " + std::to_string(who_.rank) + ": " + error.what());
   }
-  return peers;
 }
 
 void Handshake::greet(int rank, const Offer& offer, const Fd& socket) const {
@@ -240,45 +248,66 @@ void Handshake::adopt(Greeting greeting, int rank, std::vector<Peer>* peers) con
   peer.arena = Segment(greeting.arena, greeting.hello.arena_bytes);
 }
 
-void Handshake::blame(int rank, const std::string& what) const {
+void Handshake::follow_into_error(const std::string& outcome) {
+  heard_ = outcome.substr(std::string(kGaveUp).size());
+  fail(ErrorKind::peer, who_, "", "the shared-memory handshake ended with an error on another rank: " + heard_);
+}
+
+void Handshake::look_at(int rank) {
+  if (rank == who_.rank || !bootstrap_.has(outcome_key(rank))) return;
+  const std::string outcome = get(outcome_key(rank), rank);
+  if (gave_up(outcome)) follow_into_error(outcome);
+  if (is_failure(outcome)) throw Blamed(failure_in(outcome));
+}
+
+void Handshake::blame(int rank, const std::string& what) {
   // What the other side says of itself is nearer to the cause than what this side sees of it.
-  if (bootstrap_.has(outcome_key(rank))) {
-    const std::string outcome = get(outcome_key(rank), rank);
-    if (is_failure(outcome)) throw Blamed(failure_in(outcome));
-  }
+  look_at(rank);
   throw Blamed("rank " + std::to_string(who_.rank) + " with rank " + std::to_string(rank) + ": " + what);
+}
+
+std::string Handshake::waited(const std::string& ranks, const std::string& step) const {
+  std::ostringstream text;
+  text << "waited " << static_cast<double>(timeout_.count()) / 1000.0 << " s for " << ranks << " to " << step
+       << " in the shared-memory handshake";
+  return text.str();
 }
 
 void Handshake::pause(const std::vector<int>& descriptors, const std::vector<int>& missing, const std::string& step) {
   const auto soon = Clock::now() + std::chrono::milliseconds(250);
   // A stranger that keeps a descriptor readable must not keep the deadline from being seen.
   if (poll_until(descriptors, std::min(deadline_, soon)) && Clock::now() < deadline_) return;
-  for (const int rank : missing) {
-    if (!bootstrap_.has(outcome_key(rank))) continue;
-    const std::string outcome = get(outcome_key(rank), rank);
-    if (is_failure(outcome)) throw Blamed(failure_in(outcome));
-  }
+  if (interrupted_) interrupted_();
+  for (int rank = 0; rank < who_.world; ++rank) look_at(rank);
   if (Clock::now() < deadline_) return;
-  std::ostringstream text;
-  text << "waited " << static_cast<double>(timeout_.count()) / 1000.0 << " s for " << list(missing) << " to " << step
-       << " in the shared-memory handshake";
-  bootstrap_.set(outcome_key(who_.rank), kFailed + text.str());
-  fail(ErrorKind::timeout, who_, "", text.str() + "; look at " + list(missing) + ", or set a longer handshake timeout");
+  const std::string names = list(missing);
+  fail(ErrorKind::timeout, who_, "",
+       waited(names, step) + "; look at " + names + ", or set a longer handshake timeout");
 }
 
 std::string Handshake::agree(const std::string& own_failure, const std::vector<Peer>& peers) {
-  bootstrap_.set(outcome_key(who_.rank), own_failure.empty() ? "ok" : kFailed + own_failure);
+  const std::string mine = own_failure.empty() ? "ok" : kFailed + own_failure;
+  bootstrap_.set(outcome_key(who_.rank), mine);
   listener_.reset();
+  std::string reason;
   for (int rank = 0; rank < who_.world; ++rank) {
-    if (rank == who_.rank) {
-      if (!own_failure.empty()) return own_failure;
-      continue;
-    }
-    const Peer* peer = peers.empty() ? nullptr : &peers[static_cast<size_t>(rank)];
-    const std::string outcome = get(outcome_key(rank), rank, peer);
-    if (is_failure(outcome)) return failure_in(outcome);
+    const std::string outcome =
+        rank == who_.rank ? mine : get(outcome_key(rank), rank, &peers[static_cast<size_t>(rank)]);
+    if (gave_up(outcome)) follow_into_error(outcome);
+    if (reason.empty() && is_failure(outcome)) reason = failure_in(outcome);
   }
-  return "";
+  return reason;
+}
+
+void Handshake::give_up(const std::string& why) {
+  try {
+    bootstrap_.set(outcome_key(who_.rank), kGaveUp + (heard_.empty() ? why : heard_));
+  } catch (const std::exception&) {  // the store is gone, and the others know that too
+  }
+}
+
+void decline_handshake(Bootstrap& bootstrap, int rank, const std::string& why) {
+  bootstrap.set(contact_key(rank), kFailed + why);
 }
 
 }  // namespace tide

@@ -32,7 +32,8 @@ struct Peer {
 };
 
 // The three steps in order, each once. Two kinds of trouble: ranks that cannot share memory are an answer (a
-// reason, the same on all of them); a rank that does not come or answer breaks the group, which is an Error.
+// reason, the same on all of them); a rank that does not come or answer breaks the group, which is an Error: on all
+// ranks that have not left the handshake by then.
 class Handshake {
  public:
   // `interrupted` is called while this rank waits for others, and throws to give up.
@@ -43,10 +44,14 @@ class Handshake {
   // the same of all others. Returns why the group cannot share memory, or "" when it may go on.
   std::string meet(std::string own_failure);
   // Connects to every lower rank, accepts every higher one, swaps memfds and maps them. Indexed by rank, this
-  // rank's own entry empty. Throws ShmUnavailable.
-  std::vector<Peer> swap(const Offer& offer);
-  // Publishes this rank's outcome ("" is success) and reads all of them: the lowest failed rank's, or "".
+  // rank's own entry empty. Throws ShmUnavailable; `peers` then holds those met so far.
+  void swap(const Offer& offer, std::vector<Peer>* peers);
+  // Publishes this rank's outcome ("" is success) and reads all of them: the lowest failed rank's, or "". Every rank
+  // reads every outcome, whatever its own: one that gave up meanwhile is then an Error on all.
   std::string agree(const std::string& own_failure, const std::vector<Peer>& peers);
+  // This rank raises `why`: the others shall too, instead of taking it for a rank that cannot share memory. Before this
+  // rank's sockets close.
+  void give_up(const std::string& why);
 
  private:
   struct Contact {
@@ -62,9 +67,13 @@ class Handshake {
   void adopt(Greeting greeting, int rank, std::vector<Peer>* peers) const;
   // Polls for up to 250 ms; gives up when a missing rank has failed or the deadline has passed.
   void pause(const std::vector<int>& descriptors, const std::vector<int>& missing, const std::string& step);
-  [[noreturn]] void blame(int rank, const std::string& what) const;
+  [[noreturn]] void blame(int rank, const std::string& what);
+  // Throws when `rank` has published that it failed or gave up.
+  void look_at(int rank);
+  [[noreturn]] void follow_into_error(const std::string& outcome);
   // `peer`: how to see that the rank dies meanwhile; null when this one does not know it yet.
   std::string get(const std::string& key, int rank, const Peer* peer = nullptr) const;
+  std::string waited(const std::string& ranks, const std::string& step) const;
 
   const Speaker who_;
   Bootstrap& bootstrap_;
@@ -74,6 +83,10 @@ class Handshake {
   Fd listener_;
   Secret secret_{};
   std::vector<Contact> contacts_;
+  std::string heard_;  // what another rank gave up with
 };
+
+// For a rank that will not take part and waits for nobody: the others' meet() returns `why` as the reason.
+void decline_handshake(Bootstrap& bootstrap, int rank, const std::string& why);
 
 }  // namespace tide

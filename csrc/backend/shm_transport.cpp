@@ -314,6 +314,10 @@ void ShmTransport::leave(RankState state, const std::string& reason) {
 
 }  // namespace
 
+void decline_shm(const Speaker& who, Bootstrap& bootstrap, const std::string& why) {
+  decline_handshake(bootstrap, who.rank, why);
+}
+
 ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions& options) {
   Handshake handshake(who, bootstrap, options.handshake_timeout, options.interrupted);
   const int64_t table_bytes = Table::bytes(who.world);
@@ -333,15 +337,19 @@ ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions
     table_memfd.reset();  // the store may need the descriptors
     arena.reset();
   }
-  if (std::string reason = handshake.meet(failure); !reason.empty()) return {nullptr, reason, nullptr};
-
   std::vector<Peer> peers;
   try {
-    peers = handshake.swap(Offer{table_memfd, arena->memfd(), table_bytes, arena->bytes()});
-  } catch (const ShmUnavailable& error) {
-    failure = error.what();
+    if (std::string reason = handshake.meet(failure); !reason.empty()) return {nullptr, reason, nullptr};
+    try {
+      handshake.swap(Offer{table_memfd, arena->memfd(), table_bytes, arena->bytes()}, &peers);
+    } catch (const ShmUnavailable& error) {
+      failure = error.what();
+    }
+    if (std::string reason = handshake.agree(failure, peers); !reason.empty()) return {nullptr, reason, nullptr};
+  } catch (const std::exception& error) {
+    handshake.give_up(error.what());
+    throw;
   }
-  if (std::string reason = handshake.agree(failure, peers); !reason.empty()) return {nullptr, reason, nullptr};
   auto transport = std::make_shared<ShmTransport>(who, std::move(table), std::move(arena), std::move(peers));
   return {transport, "", transport};
 }

@@ -48,4 +48,8 @@ struct ShmResult {
 // or none does.
 ShmResult connect_shm(const Speaker& who, Bootstrap& bootstrap, const ShmOptions& options);
 
+// Instead, by a rank that will never call it: the others then get no transport, with `why` as the reason, and do not
+// wait for it. Returns at once.
+void decline_shm(const Speaker& who, Bootstrap& bootstrap, const std::string& why);
+
 }  // namespace tide

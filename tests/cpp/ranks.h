@@ -64,6 +64,16 @@ class FileBootstrap : public Bootstrap {
 
   bool has(const std::string& key) override { return std::filesystem::exists(path(key)); }
 
+  std::string await(const std::string& key, const std::function<void()>& tick) override {
+    const auto start = Clock::now();
+    while (!has(key)) {
+      if (Clock::now() - start > timeout_) throw std::runtime_error("no key " + key);
+      tick();
+      std::this_thread::sleep_for(1ms);
+    }
+    return get(key);
+  }
+
  private:
   std::string path(std::string key) const {
     for (char& c : key)

@@ -53,6 +53,25 @@ void connect_refused() {
           [](int rank) { FakeDriver::get().has_memory_operations = rank != 0; });
 }
 
+// A rank whose CUDA calls are left to nccl has no transport to connect; it has said so in the store and gone on.
+void one_rank_declines() {
+  run_ranks(3, [](int rank, const std::string& directory) {
+    const std::string off = "CUDA calls are left to nccl";
+    if (rank == 1) {
+      FileBootstrap bootstrap(directory, 10s);
+      return decline_shm(Speaker{rank, 3, "test"}, bootstrap, off);
+    }
+    {
+      CudaRank me(rank, 3, directory);
+      const auto start = Clock::now();
+      me.engine().connect();
+      check(seconds_since(start) < 5, "nobody waits for a transport of rank 1");
+      check(me.engine().shared_memory() == std::make_pair(false, "rank 1: " + off), "the reason");
+    }
+    check_nothing_left();
+  });
+}
+
 void windows_refused() {
   refused("rank 0: ncclMemAlloc of 2 MiB failed (unhandled cuda error); 1 of 8192 MiB are free", [](int rank) {
     if (rank == 0) FakeNccl::get().failing_allocations = {1};
@@ -114,6 +133,7 @@ void growth_after_making_room() {
 const std::map<std::string, void (*)()> kCases{{"connect_refused", connect_refused},
                                                {"growth_after_making_room", growth_after_making_room},
                                                {"growth_refused", growth_refused},
+                                               {"one_rank_declines", one_rank_declines},
                                                {"windows_refused", windows_refused}};
 
 }  // namespace

@@ -40,6 +40,67 @@ void missing_rank() {
   });
 }
 
+// Runs its hook before or after one key of the store.
+class Held : public FileBootstrap {
+ public:
+  Held(const std::string& directory, std::string key, std::function<void()> hook)
+      : FileBootstrap(directory, 10s), key_(std::move(key)), hook_(std::move(hook)) {}
+  void set(const std::string& key, const std::string& value) override {
+    if (key == key_ && value == "ok") hook_();
+    FileBootstrap::set(key, value);
+  }
+  std::string get(const std::string& key) override {
+    const std::string value = FileBootstrap::get(key);
+    if (key == key_) hook_();
+    return value;
+  }
+
+ private:
+  const std::string key_;
+  const std::function<void()> hook_;
+};
+
+// A rank that has come, and is held up for longer than the handshake may take: all raise, also the late one, and none
+// of them takes it for a rank that cannot share memory.
+void late_rank() {
+  for (int late = 0; late < 3; ++late) {
+    for (const bool at_the_end : {false, true}) {
+      const std::string key =
+          at_the_end ? "shm/outcome/" + std::to_string(late) : "shm/contact/" + std::to_string(late == 2 ? 1 : 2);
+      run_ranks(3, [&](int rank, const std::string& directory) {
+        Held bootstrap(directory, rank == late ? key : "", [] { std::this_thread::sleep_for(2500ms); });
+        const auto start = Clock::now();
+        const Error error = caught([&] { connect_shm(Speaker{rank, 3, "test"}, bootstrap, small_arena(600ms)); });
+        const std::string step = !at_the_end ? late == 0 ? "greet back" : "" : "say how it went";
+        check_contains(error.what(), "waited 0.6 s for rank " + std::to_string(late) + " to " + step);
+        if (rank == late)
+          check_contains(error.what(), "the shared-memory handshake ended with an error on another rank");
+        if (rank != late) check(seconds_since(start) < 2.4, "bounded, whatever the late rank does");
+        if (late == 1) std::printf("%s\n", error.what());
+      });
+    }
+  }
+}
+
+// A rank that dies with the memory of all mapped: the others raise, at once.
+void killed_in_the_handshake() {
+  const TemporaryDirectory directory;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < 3; ++rank) {
+    pids.push_back(start_rank(rank, [&, rank] {
+      Held bootstrap(directory.path(), rank == 1 ? "shm/outcome/1" : "", [] { kill(getpid(), SIGKILL); });
+      const auto start = Clock::now();
+      const Error error = caught([&] { connect_shm(Speaker{rank, 3, "test"}, bootstrap, small_arena()); });
+      check(error.kind() == ErrorKind::peer, error.what());
+      check_contains(error.what(), "rank 1 (pid ");
+      check_contains(error.what(), "died in the shared-memory handshake");
+      check(seconds_since(start) < 2, "soon");
+    }));
+  }
+  for (int rank = 0; rank < 3; ++rank)
+    check(wait_rank(pids[static_cast<size_t>(rank)], 20s) == (rank == 1 ? -SIGKILL : 0), "how the ranks end");
+}
+
 // A store that works when no descriptor is left, as one with an open connection does.
 class ReservingBootstrap : public FileBootstrap {
  public:
@@ -165,6 +226,8 @@ void stranger() {
 }
 
 const std::map<std::string, void (*)()> kCases{{"address_space", address_space},
+                                               {"killed_in_the_handshake", killed_in_the_handshake},
+                                               {"late_rank", late_rank},
                                                {"missing_rank", missing_rank},
                                                {"network_namespace", network_namespace},
                                                {"stranger", stranger},

@@ -64,7 +64,7 @@ class Plan:
     split: list[int]  # elements: gap, shard, gap, shard, ..., gap; this rank's places in the slot
     spots: list[tuple[torch.dtype, list[int], list[int], int]] | None  # if not one dtype and one row each
     places: list[list[tuple[int, int, int, torch.dtype]]]  # per parameter and output: byte offset, bytes, numel
-    kernel: bool  # place by tide's own kernel, if it has one for these dtypes
+    kernel: bool  # place by tide's own kernel
     ctas: int
     placeholder: torch.Tensor
     label: str
@@ -161,7 +161,7 @@ def make_plan(
         split=_split(starts, flat, rank, unit, total) if plain else [],
         spots=None if plain else [_spot(start, x, world, rank) for start, x in zip(starts, flat, strict=True)],
         places=places,
-        kernel=device.type == "cuda" and plain and _C.with_cuda_kernels,
+        kernel=device.type == "cuda" and _C.with_cuda_kernels and plain and casts_in_kernel(dtype, sources),
         ctas=backend.options.accumulate_ctas,
         placeholder=torch.zeros(1, dtype=dtype, device=device).expand(layout.total_shard_numel),
         label=seam.label,
@@ -172,6 +172,12 @@ def make_plan(
         avoided=world * (shard_bytes + strided_bytes) + (shard_bytes if cast else 0),
         row=seam.row(group, ALL_GATHER),
     )
+
+
+def casts_in_kernel(dtype: torch.dtype, sources: list[list[torch.Tensor]]) -> bool:
+    """Whether cast_into_slot has a kernel from all sources' dtypes to `dtype`. It looks again at every call, as sources
+    that lie otherwise than they did are left to PyTorch's copy."""
+    return dtype == torch.bfloat16 and all(t.dtype == torch.float32 for own in sources for t in own)
 
 
 def lay_out(pieces: list[Piece], world: int, unit: int) -> tuple[Any, list[int]]:

@@ -142,12 +142,14 @@ std::chrono::milliseconds TideBackend::timeout_or_default(std::chrono::milliseco
 
 const TideBackend::InnerPtr& TideBackend::inner(c10::DeviceType device) {
   std::lock_guard<std::mutex> lock(inner_mutex_);
-  InnerPtr& backend = inner_[device];
-  if (!backend) {
-    backend =
-        make_inner_(c10::DeviceTypeName(device, /*lower_case=*/true), store_, getRank(), getSize(), options_->timeout);
-    if (bound_device_id_ && bound_device_id_->type() == device) backend->setBoundDeviceId(bound_device_id_);
+  auto found = inner_.find(device);
+  if (found == inner_.end()) {  // nothing is left there when it cannot be made
+    const std::string name = c10::DeviceTypeName(device, /*lower_case=*/true);
+    InnerPtr made = make_inner_(name, store_, getRank(), getSize(), options_->timeout);
+    if (bound_device_id_ && bound_device_id_->type() == device) made->setBoundDeviceId(bound_device_id_);
+    found = inner_.emplace(device, std::move(made)).first;
   }
+  const InnerPtr& backend = found->second;
   if (coalescing_ && backend->supportsCoalescing() &&
       std::find(coalescing_inner_.begin(), coalescing_inner_.end(), backend) == coalescing_inner_.end()) {
     backend->startCoalescing();

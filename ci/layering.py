@@ -40,7 +40,7 @@ LAYERS = (
     Layer("repack", 2, ("backend/repack/*",)),
     Layer("executor", 3, ("backend/executor", "backend/executor_*")),
     Layer("engine", 4, ("backend/engine", "backend/lane", "backend/agreement", "backend/meeting", "backend/recorder")),
-    Layer("backend", 5, ("backend/backend", "backend/backend_*", "backend/work"), torch=True),
+    Layer("backend", 5, ("backend/backend", "backend/backend_*", "backend/work", "backend/inner_call"), torch=True),
     Layer("backend", 5, ("backend/options", "backend/layout_table", "backend/layout_fallback"), torch=True),
     Layer("backend", 5, ("backend/slot", "backend/slot_*", "backend/store_bootstrap"), torch=True),
 )

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "inner_call.h"
 #include "shm_transport.h"
 #include "store_bootstrap.h"
 #include "work.h"
@@ -227,7 +228,6 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   Lane& lane = engine_->lane(channel);
   const uint64_t ticket = lane.take_ticket();
   const std::string name = std::string(to_string(channel)) + " #" + std::to_string(ticket);
-  Recorder& recorder = engine_->recorder();
   issue.call.record_id = begin_record(*engine_, issue, ticket);
 
   const auto timeout = timeout_or_default(issue.timeout);
@@ -243,18 +243,20 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   }
   auto shared = std::make_shared<Issue>(std::move(issue));
   // The engine outlives the backend object while a call is under way.
-  using Body = std::function<bool(const std::function<void()>& interrupted)>;
-  Body body = [shared, ticket, name, timeout, engine = engine_](const std::function<void()>& interrupted) {
+  // Gives the reason why the call is the inner backend's, or "" when it is over.
+  using Body = std::function<std::string(const std::function<void()>& interrupted)>;
+  Body body = [shared, ticket, name, timeout,
+               engine = engine_](const std::function<void()>& interrupted) -> std::string {
     Wait wait{Clock::now() + timeout, interrupted, name};
     try {
       const Selection selection = engine->run(shared->call, ticket, wait);
       if (selection.path == Path::inner) {
         engine->recorder().update(shared->call.record_id, selection.path, selection.reason);
-        return true;
+        return selection.reason;
       }
       if (shared->after) shared->after();
       engine->recorder().end(shared->call.record_id, false);
-      return false;
+      return "";
     } catch (...) {
       engine->recorder().end(shared->call.record_id, true);
       throw;
@@ -275,28 +277,40 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
     });
     return work;
   }
-  bool left_to_inner = false;
-  lane.run(ticket, [&] { left_to_inner = body(interrupted_); }, interrupted_);
-  if (!left_to_inner) {
+  std::string why_inner;
+  lane.run(ticket, [&] { why_inner = body(interrupted_); }, interrupted_);
+  if (why_inner.empty()) {
     work->finish_call(nullptr);
     return work;
   }
-  note_inner_copies(*engine_, *shared);
-  auto inner_work = shared->inner();
-  if (!shared->async) inner_work->wait();
-  recorder.end(shared->call.record_id, false);
-  return inner_work;
+  return call_inner(*engine_, *shared, name, why_inner, !shared->async);
+}
+
+c10::intrusive_ptr<c10d::Work> TideBackend::call_inner(Engine& engine, Issue& issue, const std::string& call,
+                                                       const std::string& why, bool to_the_end) {
+  note_inner_copies(engine, issue);
+  try {
+    auto work = handed_down(engine.speaker(), call, why, [&] {
+      auto made = issue.inner();
+      if (to_the_end) made->wait();
+      return made;
+    });
+    engine.recorder().end(issue.call.record_id, false);
+    return work;
+  } catch (...) {
+    engine.recorder().end(issue.call.record_id, true);
+    throw;
+  }
 }
 
 c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(Engine& engine, Issue& issue, const Selection& why) {
   const Channel channel = issue.call.request.op;
   engine.raise_if_poisoned(to_string(channel));
   // Without waiting for its turn: a call of tide's on another thread may be at it for long.
-  const uint64_t id = issue.call.record_id = begin_record(engine, issue, engine.lane(channel).pass());
-  engine.recorder().update(id, why.path, why.reason);
-  note_inner_copies(engine, issue);
-  engine.recorder().end(id, false);
-  return issue.inner();
+  const uint64_t ticket = engine.lane(channel).pass();
+  issue.call.record_id = begin_record(engine, issue, ticket);
+  engine.recorder().update(issue.call.record_id, why.path, why.reason);
+  return call_inner(engine, issue, std::string(to_string(channel)) + " #" + std::to_string(ticket), why.reason);
 }
 
 c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue issue) {
@@ -328,9 +342,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   };
   lane.run(ticket, body, interrupted_);
   engine.recorder().update(issue.call.record_id, selection.path, selection.reason);
-  if (selection.path == Path::inner) note_inner_copies(engine, issue);
+  if (selection.path == Path::inner) return call_inner(engine, issue, wait.call, selection.reason);
   engine.recorder().end(issue.call.record_id, false);
-  if (selection.path == Path::inner) return issue.inner();
   const c10::Stream current = side.current_stream();
   if (!issue.async || issue.after) done->block(current);
   if (issue.after) issue.after();

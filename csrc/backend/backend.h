@@ -153,6 +153,10 @@ class TideBackend : public c10d::Backend {
   // Why a call without a layout has to be nccl's, for reasons that a right program gives all ranks alike; "" when none.
   std::string inner_only_reason(CudaSide& side, const Request& q);
   void refuse_coalesced_packing(Channel op);
+  // The recorded `call` on the inner backend, and over when it returns where `to_the_end`. Its errors say whose they
+  // are.
+  c10::intrusive_ptr<c10d::Work> call_inner(Engine& engine, Issue& issue, const std::string& call,
+                                            const std::string& why, bool to_the_end = false);
   // Notes that the call is the inner backend's, and makes it there.
   c10::intrusive_ptr<c10d::Work> leave_to_inner(Engine& engine, Issue& issue, const Selection& why);
   uint64_t begin_record(Engine& engine, const Issue& issue, uint64_t ticket);

@@ -307,3 +307,66 @@ def timeout_setter(rank: int, world: int) -> tuple[str, float]:
 def test_a_new_timeout_holds() -> None:
     kind, seconds = run_ranks(2, timeout_setter, fresh=True)[0]
     assert kind == "CollectiveTimeoutError" and 1 < seconds < 3
+
+
+def errors_of_both(rank: int, world: int) -> dict[str, list[tuple[str, str]]]:
+    """What gloo refuses, through tide and without: a call that tide hands down, and one that it never carries."""
+    gloo = dist.new_group(backend="gloo")
+    bitwise, x = dist.ReduceOp.BXOR, torch.ones(2 * world)
+    return {
+        name: [error_of(call, *tensors, op=bitwise, group=group) for group in (None, gloo)]
+        for name, call, tensors in (
+            ("scatter", dist.reduce_scatter_tensor, (torch.empty(2), x)),
+            ("reduce", dist.all_reduce, (x,)),
+        )
+    }
+
+
+def test_errors_of_the_inner_backend_say_whose_call_it_was() -> None:
+    for rank, errors in enumerate(run_ranks(2, errors_of_both)):
+        (kind, text), (kind_of_gloo, text_of_gloo) = errors["scatter"]
+        assert kind == kind_of_gloo and "BXOR" in text_of_gloo
+        assert text.startswith(text_of_gloo.splitlines()[0])
+        assert f'tide[rank {rank}/2, group "' in text and ", reduce_scatter #" in text
+        assert "handed to the inner backend (reduction other is left to the inner backend)" in text
+        ours, of_gloo = errors["reduce"]
+        assert ours == of_gloo and "tide" not in ours[1]
+
+
+def refused_devices(rank: int, world: int) -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
+    """Tensors that neither tide nor an inner backend carries: the calls go by, on the record."""
+    rank_process.init("tide", pg_options=tide_backend.Options(cuda=False))
+    there, here = torch.empty(world, device="meta"), torch.ones(world)
+    one = torch.empty(1, device="meta")
+    errors = [
+        error_of(backend()._allgather_base, there, one),
+        error_of(backend()._reduce_scatter_base, one, there),
+        error_of(backend().alltoall_base, there, here, [], []),
+    ]
+    records = backend().records()
+    dist.destroy_process_group()
+    return errors, records
+
+
+def test_calls_that_go_by_are_recorded_with_the_reason() -> None:
+    for errors, records in run_ranks(2, refused_devices, backend=None):
+        assert errors == [("RuntimeError", 'tide has no inner backend for "meta" tensors; expected cpu or cuda')] * 3
+        assert [(r["device"], r["op"], r["path"], r["state"]) for r in records] == [
+            ("cuda", op, "inner", "failed") for op in ("all_gather", "reduce_scatter", "all_to_all")
+        ]
+        assert [r["reason"] for r in records] == [
+            *["tide carries CPU and CUDA tensors; got one on meta"] * 2,
+            "an input on cpu and an output on meta",
+        ]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_rank_without_cuda_calls_says_so_where_the_others_look(cuda: bool) -> None:
+    """Before anybody asks: the others' handshake would otherwise wait for it."""
+    store = dist.HashStore()
+    made = tide_backend._C.TideBackend(store, 1, 2, tide_backend.Options(cuda=cuda), lambda *_: None)
+    key = "cuda//shm/contact/1"
+    assert store.check([key]) is not cuda
+    if not cuda:
+        assert store.get(key) == b"failed: CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"
+    del made

@@ -53,6 +53,13 @@ TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int si
   engine_ = std::make_shared<Engine>(who, std::make_shared<StoreBootstrap>(on_cpu, options_->timeout),
                                      engine_options(*options_, interrupted_));
   cuda_bootstrap_ = std::make_shared<StoreBootstrap>(on_cuda, options_->timeout);
+  if (size > 1 && options_->cuda) return;
+  EngineOptions off;
+  off.device = Device::cuda;
+  off.connect = [](const Speaker&, Bootstrap&) { return Connection{nullptr, kCudaOff}; };
+  off.recorded_calls = static_cast<size_t>(options_->recorded_calls);
+  cuda_off_ = std::make_shared<Engine>(who, cuda_bootstrap_, off);
+  if (size > 1) decline_shm(who, *cuda_bootstrap_, kCudaOff);
 }
 
 TideBackend::~TideBackend() {
@@ -85,6 +92,7 @@ void TideBackend::abort() {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
     if (cuda_) cuda_->abort(reason);
   }
+  if (cuda_off_) cuda_off_->abort(reason);
   std::lock_guard<std::mutex> lock(inner_mutex_);
   for (auto& [device, backend] : inner_) backend->abort();
 }
@@ -96,6 +104,7 @@ void TideBackend::shutdown() {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
     if (cuda_) cuda_->shutdown();
   }
+  if (cuda_off_) cuda_off_->shutdown();
   std::lock_guard<std::mutex> lock(inner_mutex_);
   for (auto& [device, backend] : inner_) backend->shutdown();
   inner_.clear();
@@ -119,6 +128,23 @@ CudaSide* TideBackend::plain_side(at::Device device) {
     if (cuda_ && cuda_->device() != device) return nullptr;
   }
   return cuda_side(device);
+}
+
+c10::intrusive_ptr<c10d::Work> TideBackend::pass_by(Issue issue, const at::Tensor& input, const at::Tensor& output) {
+  const Channel channel = issue.call.request.op;
+  check_process(to_string(channel));
+  const at::Device device = output.device();
+  std::shared_ptr<Engine> engine = cuda_off_;
+  std::string why = getSize() == 1 ? "one rank" : kCudaOff;
+  if (!engine) {
+    std::lock_guard<std::mutex> lock(cuda_mutex_);
+    engine = cuda_ ? cuda_->shared_engine() : engine_;
+    why = "a group uses one GPU per rank; got " + device.str() + ", this one's is " +
+          (cuda_ ? cuda_->device().str() : std::string("not known yet"));
+  }
+  if (!device.is_cuda()) why = "tide carries CPU and CUDA tensors; got one on " + device.str();
+  if (input.device() != device) why = "an input on " + input.device().str() + " and an output on " + device.str();
+  return leave_to_inner(*engine, issue, {Path::inner, why});
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> TideBackend::getBackendOptions() {

@@ -164,6 +164,8 @@ class TideBackend : public c10d::Backend {
   CudaSide* cuda_side(at::Device device);
   // The same for calls that nccl takes as well: also null on another GPU than the group's, an error otherwise.
   CudaSide* plain_side(at::Device device);
+  // Makes a call on tensors that are not all CPU tensors, and for which there is no CudaSide, on the inner backend.
+  c10::intrusive_ptr<c10d::Work> pass_by(Issue issue, const at::Tensor& input, const at::Tensor& output);
   Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
   at::Tensor repaired(const at::Tensor& tensor, Issue& issue, const std::string& why = "not contiguous") const;
   at::Tensor repaired_output(at::Tensor& output, Issue& issue, const std::string& why = "not contiguous") const;
@@ -205,6 +207,7 @@ class TideBackend : public c10d::Backend {
   std::shared_ptr<Engine> engine_;
   std::mutex cuda_mutex_;
   std::unique_ptr<CudaSide> cuda_;
+  std::shared_ptr<Engine> cuda_off_;  // records CUDA calls in groups whose calls tide never carries; else null
   std::atomic<uint64_t> calls_{0};
   pid_t owner_;
 };

@@ -31,9 +31,19 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
   CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
     if (output.is_cuda() && input.is_cuda()) side = applied ? cuda_side(output.device()) : plain_side(output.device());
-    if (!side && applied) refuse_coalesced_packing(Channel::all_gather);
-    if (!side && applied) return gather_by_packing(*inner(output.device().type()), output, input, *applied, opts);
-    if (!side) return inner(output.device().type())->_allgather_base(output, input, opts);
+    if (!side) {
+      Issue left;
+      left.call.request = request(Channel::all_gather, input, output);
+      left.bytes = static_cast<int64_t>(output.nbytes());
+      if (applied) left.label = applied->label;
+      left.inner = [&] {
+        if (applied) refuse_coalesced_packing(Channel::all_gather);
+        c10d::Backend& backend = *inner(output.device().type());
+        return applied ? gather_by_packing(backend, output, input, *applied, opts)
+                       : backend._allgather_base(output, input, opts);
+      };
+      return pass_by(std::move(left), input, output);
+    }
   }
   Issue issue;
   issue.op = c10d::OpType::_ALLGATHER_BASE;
@@ -155,9 +165,19 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
     // One type in and out is nccl's as well.
     const bool plain = !applied && input.scalar_type() == output.scalar_type();
     if (output.is_cuda() && input.is_cuda()) side = plain ? plain_side(output.device()) : cuda_side(output.device());
-    if (!side && plain) return inner(output.device().type())->_reduce_scatter_base(output, input, opts);
-    if (!side) refuse_coalesced_packing(Channel::reduce_scatter);
-    if (!side) return scatter_by_packing(*inner(output.device().type()), output, input, applied, scale, opts);
+    if (!side) {
+      Issue left;
+      left.call.request = request(Channel::reduce_scatter, sample, output);
+      left.bytes = output.numel() * getSize() * static_cast<int64_t>(sample.element_size());
+      if (applied) left.label = applied->label;
+      left.inner = [&, scale = scale] {
+        if (!plain) refuse_coalesced_packing(Channel::reduce_scatter);
+        c10d::Backend& backend = *inner(output.device().type());
+        return plain ? backend._reduce_scatter_base(output, input, opts)
+                     : scatter_by_packing(backend, output, input, applied, scale, opts);
+      };
+      return pass_by(std::move(left), input, output);
+    }
   }
   Issue issue;
   issue.op = c10d::OpType::_REDUCE_SCATTER_BASE;
@@ -287,7 +307,13 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
   CudaSide* side = nullptr;
   if (!output.is_cpu() || !input.is_cpu()) {
     side = output.is_cuda() && input.is_cuda() ? plain_side(output.device()) : nullptr;
-    if (!side) return exchange_inside({input, output}, output, out_splits, in_splits, opts);
+    if (!side) {
+      Issue left;
+      left.call.request = request(Channel::all_to_all, input, output);
+      left.bytes = static_cast<int64_t>(input.nbytes());
+      left.inner = [&] { return exchange_inside({input, output}, output, out_splits, in_splits, opts); };
+      return pass_by(std::move(left), input, output);
+    }
   }
   Issue issue;
   issue.op = c10d::OpType::ALLTOALL_BASE;

@@ -27,10 +27,11 @@ cuda::Stream handle(const c10::Stream& stream) {
 }
 
 EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Stream, kChannels> streams,
-                             std::function<void(const std::string&)> on_timeout) {
+                             std::function<void(const std::string&)> on_timeout, std::string problem) {
   EngineOptions result;
   cuda::CudaOptions cuda;
   cuda.shm.handshake_timeout = std::chrono::seconds(options.handshake_seconds);
+  cuda.shm.refusal = std::move(problem);
   cuda.staging_bytes = options.cuda_staging_bytes;
   cuda.slot_reuse = options.slot_reuse;
   cuda.multicast = options.multicast;
@@ -45,8 +46,7 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
     } catch (const std::exception&) {  // an allocator that cannot; the ranks hear that there is no memory
     }
   };
-  result.connect = [cuda, use = options.cuda](const Speaker& who, Bootstrap& bootstrap) -> Connection {
-    if (!use) return {nullptr, "CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"};
+  result.connect = [cuda](const Speaker& who, Bootstrap& bootstrap) -> Connection {
     cuda::CudaResult connected = cuda::connect_cuda(who, bootstrap, cuda);
     return {connected.transport, connected.reason};
   };
@@ -104,14 +104,11 @@ class SlotRelease {
 CudaSide::CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const BackendOptions& options, at::Device device)
     : device_(device) {
   c10::DeviceGuard guard(device_);
-  if (cuda::driver().problem.empty()) {
-    // A call of the runtime makes the device's context and gives it to this thread.
-    c10::Event(c10::DeviceType::CUDA).record(current_stream());
-    cuda::check(cuda::driver().get_context(&context_), "cuCtxGetCurrent");
-    for (cuda::Stream& s : streams_) {
-      cuda::check(cuda::driver().stream_create(&s, cuda::kStreamNonBlocking, kHighPriority),
-                  "cuStreamCreateWithPriority");
-    }
+  std::string problem;  // the other ranks hear of it, instead of waiting for a rank that raises
+  try {
+    if (cuda::driver().problem.empty()) make_streams();
+  } catch (const std::exception& error) {
+    problem = error.what();
   }
   // The transport, and with it this function, may outlive both this object and the engine.
   auto known = std::make_shared<std::weak_ptr<Engine>>();
@@ -124,8 +121,18 @@ CudaSide::CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const Back
     std::fflush(stderr);
     std::abort();
   };
-  engine_ = std::make_shared<Engine>(who, std::move(bootstrap), engine_options(options, streams_, on_timeout));
+  engine_ = std::make_shared<Engine>(who, std::move(bootstrap), engine_options(options, streams_, on_timeout, problem));
   *known = engine_;
+}
+
+void CudaSide::make_streams() {
+  // A call of the runtime makes the device's context and gives it to this thread.
+  c10::Event(c10::DeviceType::CUDA).record(current_stream());
+  cuda::check(cuda::driver().get_context(&context_), "cuCtxGetCurrent");
+  for (cuda::Stream& s : streams_) {
+    cuda::check(cuda::driver().stream_create(&s, cuda::kStreamNonBlocking, kHighPriority),
+                "cuStreamCreateWithPriority");
+  }
 }
 
 CudaSide::~CudaSide() {

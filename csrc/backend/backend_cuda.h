@@ -58,6 +58,7 @@ class CudaSide {
   void abort(const std::string& reason);
 
  private:
+  void make_streams();
   void enter();
   void refuse_capture(cuda::Stream stream, const std::string& call);
   void before(Channel channel);

@@ -110,7 +110,7 @@ std::pair<bool, std::string> TideBackend::shared_memory(at::Device device) {
   if (device.is_cpu()) return engine_->shared_memory();
   if (!device.is_cuda()) return {false, "tide has no transport for " + device.str()};
   if (getSize() == 1) return {false, "one rank"};
-  if (!options_->cuda) return {false, "CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"};
+  if (!options_->cuda) return {false, kCudaOff};
   std::lock_guard<std::mutex> lock(cuda_mutex_);
   return cuda_ ? cuda_->engine().shared_memory()
                : std::pair<bool, std::string>{false, "not connected yet: that happens at the first collective"};
@@ -120,6 +120,7 @@ std::vector<std::pair<std::string, std::shared_ptr<Engine>>> TideBackend::engine
   std::vector<std::pair<std::string, std::shared_ptr<Engine>>> result{{"cpu", engine_}};
   std::lock_guard<std::mutex> lock(cuda_mutex_);
   if (cuda_) result.emplace_back("cuda", cuda_->shared_engine());
+  if (cuda_off_) result.emplace_back("cuda", cuda_off_);
   return result;
 }
 

@@ -7,6 +7,8 @@
 
 namespace tide {
 
+inline constexpr char kCudaOff[] = "CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)";
+
 struct BackendOptions : public c10d::Backend::Options {
   BackendOptions() : c10d::Backend::Options("tide") {
     const Env env = read_env();

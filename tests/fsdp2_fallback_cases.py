@@ -271,7 +271,7 @@ def no_shared_memory(rank: int, world: int) -> None:
 
 def no_slot(rank: int, world: int) -> None:
     """An arena too small for a slot: the same layout in ordinary memory, carried through staging."""
-    messages, report = _compare(_group_with(arena_bytes=48 << 10, staging_bytes=32 << 10), width=256)
+    messages, report = _compare(_group_with(arena_bytes=80 << 10, staging_bytes=64 << 10), width=256)
     assert messages == [] and report.fallbacks == [], report
     assert {(r.op, r.path, r.backend_path) for r in report.rows} == {
         ("all_gather", "tide", "staged"),

@@ -43,8 +43,8 @@ class ReportRow:
 class CollectiveRow:
     """All calls of one operation of a group that went one way for one reason, FSDP2's among them.
 
-    ``repair_copies``: tensors that were copied because they do not lie as the call needs them. ``kernel_copies``: pieces
-    that were so small and so many that a kernel moved them in the place of the copy engines.
+    ``repair_copies``: tensors that were copied because they do not lie as the call needs them. ``kernel_copies``:
+    pieces that were so small and so many that a kernel moved them in the place of the copy engines.
     """
 
     group: str

@@ -318,7 +318,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::call_inner(Engine& engine, Issue& is
   try {
     auto work = handed_down(engine.speaker(), call, why, [&] {
       auto made = issue.inner();
-      if (to_the_end) made->wait();
+      if (to_the_end) wait_for(made);
       return made;
     });
     engine.recorder().end(issue.call.record_id, false);

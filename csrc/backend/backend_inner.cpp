@@ -56,7 +56,7 @@ WorkPtr TideBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::
   at::Tensor packed = at::cat(flat), unpacked = at::empty({received}, outputs[0].options());
   auto done = alltoall_base(unpacked, packed, out_splits, in_splits, opts);
   // Unpacking needs the data, so the call is over when it returns, also when it was asked to be asynchronous.
-  done->wait();
+  wait_for(done);
   int64_t at = 0;
   for (size_t r = 0; r < world; ++r) {
     outputs[r].copy_(unpacked.narrow(0, at, out_splits[r]).view(outputs[r].sizes()));

@@ -82,7 +82,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::exchange_inside(const Exchanged& ten
   if (!out.is_contiguous()) out = at::empty_like(out, at::MemoryFormat::Contiguous);
   if (out.is_same(output)) return backend.alltoall_base(out, in, out_splits, in_splits, opts);
   if (output.is_cuda()) refuse_coalesced_packing(Channel::all_to_all);
-  backend.alltoall_base(out, in, out_splits, in_splits, opts)->wait();
+  wait_for(backend.alltoall_base(out, in, out_splits, in_splits, opts));
   output.copy_(out);
   return finished(getRank(), c10d::OpType::ALLTOALL_BASE, output);
 }

@@ -25,8 +25,7 @@ c10::intrusive_ptr<c10d::Work> gather_by_packing(c10d::Backend& inner, at::Tenso
   }
   packed = flat(packed);
   at::Tensor gathered = at::empty({world * shard}, output.options());
-  auto work = inner._allgather_base(gathered, packed, opts);
-  work->wait();
+  wait_for(inner._allgather_base(gathered, packed, opts));
   at::Tensor rows = gathered.view({world, shard});
   for (size_t i = 0; i < layout.parameters(); ++i) {
     const int64_t n = layout.shard_numel(i);
@@ -60,11 +59,10 @@ c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tens
   c10d::ReduceScatterOptions sum = opts;
   sum.reduceOp = c10d::ReduceOp::SUM;
   at::Tensor out = output.is_contiguous() ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
-  auto work = inner._reduce_scatter_base(out, packed, sum);
-  work->wait();
+  wait_for(inner._reduce_scatter_base(out, packed, sum));
   if (scale != 1.0) out.mul_(scale);
   if (!out.is_same(output)) output.copy_(out);
-  // Not `work`: gloo's copies its own result into the output at every wait().
+  // Not gloo's own handle: that copies its own result into the output at every wait().
   return finished(inner.getRank(), c10d::OpType::_REDUCE_SCATTER_BASE, output);
 }
 

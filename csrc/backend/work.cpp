@@ -2,6 +2,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -119,7 +120,9 @@ c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Ten
 }
 
 GroupWork::GroupWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs)
-    : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)), outputs_(std::move(outputs)) {}
+    : c10d::Work(rank, c10d::OpType::COALESCED), works_(std::move(works)), outputs_(std::move(outputs)) {
+  works_.erase(std::remove(works_.begin(), works_.end(), nullptr), works_.end());  // nccl's that were not asynchronous
+}
 
 bool GroupWork::isCompleted() {
   for (const auto& work : works_) {

@@ -31,6 +31,11 @@ class Work : public c10d::Work {
   std::exception_ptr error_;
 };
 
+// nccl gives no handle of a call that is not asynchronous: it is in order on the current stream.
+inline void wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work) work->wait();
+}
+
 // The handle of a call whose result is there (CUDA: ordered on the current stream).
 c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output);
 

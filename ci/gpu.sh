@@ -46,6 +46,7 @@ benchmarks() {
     step all_gather 40 $bench all_gather --ranks "$gpus" --vs nccl --sizes $sizes --json "$out/all_gather.json"
     step reduce_scatter 40 $bench reduce_scatter --ranks "$gpus" --vs nccl --sizes $sizes \
         --json "$out/reduce_scatter.json"
+    step overlap 60 $bench overlap --ranks "$gpus" --vs nccl --sizes 64M --repetitions 5 --json "$out/overlap.json"
     step all_to_all 30 env TIDE_CUDA_PLAIN_BYTES=0 $bench all_to_all --ranks "$gpus" --vs nccl --sizes 8M,64M,512M \
         --json "$out/all_to_all.json"
 }

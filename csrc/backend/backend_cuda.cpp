@@ -7,6 +7,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 
@@ -36,7 +38,7 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
   cuda.slot_reuse = options.slot_reuse;
   cuda.multicast = options.multicast;
   cuda.on_no_multicast = [](const std::string& text) { TORCH_WARN_ONCE(text); };
-  cuda.accumulate_ctas = static_cast<int>(options.accumulate_ctas);
+  cuda.accumulate_ctas = static_cast<int>(std::min<int64_t>(options.accumulate_ctas, INT_MAX));
   cuda.streams = streams;
   cuda.timeout = options.timeout;
   cuda.on_timeout = std::move(on_timeout);

@@ -3,6 +3,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <climits>
+
 #include "../kernels/cast.h"
 #include "error.h"
 
@@ -33,7 +36,8 @@ bool cast_into_slot(const std::vector<at::Tensor>& to, const std::vector<at::Ten
   }
   const c10::DeviceGuard guard(device);
   const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
-  cast_launch()(casts, static_cast<int>(ctas), cuda.getStreamNativeHandle(cuda.getStream(device)));
+  cast_launch()(casts, static_cast<int>(std::min<int64_t>(ctas, INT_MAX)),
+                cuda.getStreamNativeHandle(cuda.getStream(device)));
   return true;
 }
 

@@ -19,6 +19,13 @@ std::string error_text(Result result) {
   return "";
 }
 
+// What a new thread needs before its first call of the driver.
+void enter_driver(void* context) {
+  driver().set_context(context);
+  int mode = kCaptureThreadLocal;
+  driver().exchange_capture_mode(&mode);
+}
+
 template <typename Map>
 auto values(const Map& map) {
   std::vector<typename Map::mapped_type> result;
@@ -30,7 +37,13 @@ auto values(const Map& map) {
 
 Watchdog::Watchdog(Callbacks callbacks) : callbacks_(std::move(callbacks)) {
   check(driver().get_context(&context_), "cuCtxGetCurrent");
-  thread_ = std::thread([this] { run(); });
+  try {
+    thread_ = std::thread([this] { run(); });
+    query_thread_ = std::thread([this] { run_queries(); });
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
 Watchdog::~Watchdog() {
@@ -46,7 +59,9 @@ void Watchdog::stop() {
     stopping_ = true;
     changed_.notify_all();
   }
-  if (thread_.joinable()) thread_.join();
+  for (std::thread* thread : {&thread_, &query_thread_}) {
+    if (thread->joinable()) thread->join();
+  }
 }
 
 void Watchdog::add(const Entry& entry) {
@@ -95,9 +110,7 @@ size_t Watchdog::outstanding() {
 }
 
 void Watchdog::run() {
-  driver().set_context(context_);
-  int mode = kCaptureThreadLocal;
-  driver().exchange_capture_mode(&mode);
+  enter_driver(context_);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     if (entries_.empty() && !releasing_) {
@@ -111,29 +124,53 @@ void Watchdog::run() {
       releasing_ = more;
     }
     if (changed_.wait_for(lock, kTick, [this] { return stopping_; })) return;
-    look(lock);
+    look_at_flags(lock);
   }
 }
 
-// Says what the driver said when it was neither "done" nor "not yet".
-std::string Watchdog::drop_finished() {
-  std::string failure;
-  for (auto it = entries_.begin(); it != entries_.end();) {
-    const Result result = it->event ? driver().event_query(it->event) : kNotReady;
-    if (result == kNotReady) {
-      ++it;
+void Watchdog::run_queries() {
+  enter_driver(context_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    if (entries_.empty()) {
+      changed_.wait(lock);
       continue;
     }
+    if (changed_.wait_for(lock, kTick, [this] { return stopping_; })) return;
+    look_at_device(lock);
+  }
+}
+
+// Says what the driver said when it was neither "done" nor "not yet". Releases the lock around the driver's calls: this
+// thread alone takes entries with an event away.
+std::string Watchdog::drop_finished(std::unique_lock<std::mutex>& lock) {
+  std::vector<Entry> asked, over;
+  for (const Entry& entry : entries_) {
+    if (entry.event) asked.push_back(entry);
+  }
+  lock.unlock();
+  std::string failure;
+  for (const Entry& entry : asked) {
+    const Result result = driver().event_query(entry.event);
+    if (result == kNotReady) continue;
     // The process may be ending: then there is nothing left to look after, and nothing to say.
     if (result != 0 && result != kDeinitialized && result != kContextDestroyed) {
       failure = error_text(result);
-      ++it;
-      continue;
+    } else {
+      over.push_back(entry);
     }
-    driver().event_destroy(it->event);
-    callbacks_.finished(it->channel, it->sequence);
-    it = entries_.erase(it);
   }
+  lock.lock();
+  for (const Entry& done : over) {
+    entries_.erase(
+        std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.event == done.event; }));
+  }
+  lock.unlock();
+  for (const Entry& done : over) {
+    callbacks_.finished(done.channel, done.sequence);
+    driver().event_destroy(done.event);
+  }
+  lock.lock();
   return failure;
 }
 
@@ -175,12 +212,14 @@ bool Watchdog::ask(const std::vector<Entry>& entries, Doubt doubt, const std::st
   return true;
 }
 
-// One round over the calls under way.
-void Watchdog::look(std::unique_lock<std::mutex>& lock) {
-  // First what needs no driver, which may be blocked behind a full queue, or by a kernel that it loads for somebody.
-  // The flags that are awaited are those of the newest call.
-  if (!reported_ && (ask(oldest(), Doubt::none, "", lock) || ask(newest_late(), Doubt::overdue, "", lock))) return;
-  const std::string failure = drop_finished();
+// The flags that are awaited are those of the newest call.
+void Watchdog::look_at_flags(std::unique_lock<std::mutex>& lock) {
+  if (reported_ || ask(oldest(), Doubt::none, "", lock)) return;
+  ask(newest_late(), Doubt::overdue, "", lock);
+}
+
+void Watchdog::look_at_device(std::unique_lock<std::mutex>& lock) {
+  const std::string failure = drop_finished(lock);
   if (reported_) return;
   if (failure.empty()) {
     ask(oldest_late(), Doubt::late, "", lock);
@@ -189,7 +228,9 @@ void Watchdog::look(std::unique_lock<std::mutex>& lock) {
   }
 }
 
+// Once, whichever thread comes first.
 void Watchdog::report(const std::string& text, std::unique_lock<std::mutex>& lock) {
+  if (reported_) return;
   reported_ = true;
   lock.unlock();
   callbacks_.report(text);

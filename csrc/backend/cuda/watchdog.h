@@ -3,6 +3,10 @@
 // When a call is not over at its deadline, a peer is gone or the device has failed, `report` is called once with the
 // text that names who is missing and what each did last. By default that ends the process, before any wait is
 // released: a released wait would let the optimizer run on garbage.
+//
+// Two threads: one reads clocks and flags and needs no driver, the other asks the driver which calls are over. Whoever
+// holds the driver's lock (a full queue, a kernel being loaded, tide's or anybody's) may wait for the very flags that
+// the first one has to say are missing.
 #pragma once
 
 #include <condition_variable>
@@ -50,7 +54,10 @@ class Watchdog {
   // Calls still under way.
   size_t outstanding();
   void stop();
-  bool is_this_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+  bool is_this_thread() const {
+    const auto id = std::this_thread::get_id();
+    return id == thread_.get_id() || id == query_thread_.get_id();
+  }
 
   // A host call that may block for ever, as long as the object lives.
   class HostCall {
@@ -72,14 +79,16 @@ class Watchdog {
     Clock::time_point deadline;
   };
   void run();
-  void look(std::unique_lock<std::mutex>& lock);
+  void run_queries();
+  void look_at_flags(std::unique_lock<std::mutex>& lock);
+  void look_at_device(std::unique_lock<std::mutex>& lock);
   void report(const std::string& text, std::unique_lock<std::mutex>& lock);
   std::vector<Entry> oldest() const;
   std::vector<Entry> oldest_late() const;
   std::vector<Entry> newest_late() const;
   bool ask(const std::vector<Entry>& entries, Doubt doubt, const std::string& failure,
            std::unique_lock<std::mutex>& lock);
-  std::string drop_finished();
+  std::string drop_finished(std::unique_lock<std::mutex>& lock);
   void add(const Entry& entry);
 
   const Callbacks callbacks_;
@@ -91,7 +100,7 @@ class Watchdog {
   bool releasing_ = false;
   Clock::time_point release_from_;
   void* context_ = nullptr;  // of the thread that made the watchdog
-  std::thread thread_;
+  std::thread thread_, query_thread_;
 };
 
 }  // namespace tide::cuda

@@ -131,8 +131,8 @@ std::optional<Window> CudaTransport::acquire(Channel channel, int64_t bytes, std
   return window;
 }
 
-// Runs while an exception unwinds too. Copies that no flag followed belong to a call that broke: they are dropped, and
-// a range whose last use cannot be told is never given out again.
+// Runs while an exception unwinds too. What is still in the batch, copies and flags, belongs to a call that broke: it
+// is dropped, and a range whose last use cannot be told is never given out again.
 void CudaTransport::release(Channel channel, const Window& window) {
   Batch& batch = batches_[static_cast<size_t>(channel)];
   const bool broke = !batch.empty();

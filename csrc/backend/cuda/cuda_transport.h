@@ -1,8 +1,9 @@
 // The CUDA transport: copy engines between the GPUs of one node, flags in host memory that every rank shares.
 //
 // Data: windows lie in the DeviceArena; peers' windows are plain addresses here. What a call does runs on its channel's
-// own stream, copies batched up to the next flag (those of rows at a pitch one by one); those within the device are
-// done by a kernel, behind the batch. Reduce-scatter and all-to-all send on one more stream, so that a chunk is added
+// own stream. Copies go in batches: up to the next flag, or beyond data flags as long as there are few bytes (those of
+// rows at a pitch one by one, many small ones by a kernel); those within the device are done by a kernel, behind the
+// batch. Reduce-scatter and all-to-all send on one more stream, so that a chunk is added
 // while the next is on its way. Flags: the control tables of an shm transport, registered with the driver; a stream
 // writes a peer's word and waits for its own. Measured on two H200: a round trip through host words takes 10.8 us,
 // through words in device memory 9.4 us. In host memory the CPU can read them (who is missing) and release them (give

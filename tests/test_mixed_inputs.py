@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_simulator import POISON, Simulator
-from rank_data import REDUCED, check_bits, expect_path, random_values, small_staging, tensor
+from rank_data import REDUCED, backend, check_bits, error_of, expect_path, random_values, small_staging, tensor
 from ranks import run_ranks
 
 import tide_backend
@@ -103,3 +103,25 @@ def test_ranks_with_other_dtypes_go_to_the_inner_backend(odd: Kinds) -> None:
     """A gradient that one rank accumulated in fp32 may be fresh bf16 on another: no error, and right sums."""
     run_ranks(3, scatter, [50, 4000], [odd, (NARROW, WIDE), (NARROW, WIDE)], "inner", "different dtypes", 0)
     run_ranks(2, scatter, [50, 4000], [(NARROW,), (WIDE,)], "inner", "different dtypes", 0)
+
+
+def asynchronous(rank: int, world: int) -> tuple[str, str]:
+    """The output of a call that is not made must not be taken for its result."""
+    layout, source = tide_backend.ParameterLayout(world, [4]), torch.zeros(1).expand(world * 4)
+
+    def scatter_async(kind: torch.dtype) -> torch.Tensor:
+        tide_backend.apply_layout(source, layout, tensors=[torch.full((world * 4,), rank + 1, dtype=kind)])
+        out = torch.full((4,), 7.0)
+        dist.reduce_scatter_tensor(out, source, async_op=True).wait()
+        return out
+
+    error = error_of(scatter_async, torch.bfloat16 if rank else torch.float32)
+    assert backend().records()[-1]["state"] == "failed"
+    assert scatter_async(torch.bfloat16).tolist() == [world * (world + 1) / 2] * 4  # the group goes on
+    return error
+
+
+def test_other_dtypes_in_an_asynchronous_call_are_an_error_on_every_rank() -> None:
+    for rank, (name, text) in enumerate(run_ranks(2, asynchronous)):
+        assert name == "UsageError" and text.startswith(f"tide[rank {rank}/2, group ")
+        assert "(ranks have gradients of different dtypes for the same parameters)" in text and "async_op=True" in text

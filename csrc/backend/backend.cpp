@@ -37,6 +37,15 @@ EngineOptions engine_options(const BackendOptions& options, std::function<void()
   return result;
 }
 
+// An inner backend pairs the ranks' calls by the order in which they are issued, and the lane's thread is in no order
+// with what the caller's thread issues there.
+[[noreturn]] void refuse_late_inner(const Speaker& who, const std::string& call, const std::string& why) {
+  fail(ErrorKind::usage, who, call,
+       "an asynchronous call turned out to be the inner backend's (" + why +
+           "), which it can no longer be given to in order; got async_op=True, expected False for such a call; make it "
+           "synchronous, or pass the same dtypes on every rank");
+}
+
 }  // namespace
 
 TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -271,13 +280,13 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   // The engine outlives the backend object while a call is under way.
   // Gives the reason why the call is the inner backend's, or "" when it is over.
   using Body = std::function<std::string(const std::function<void()>& interrupted)>;
-  Body body = [shared, ticket, name, timeout,
-               engine = engine_](const std::function<void()>& interrupted) -> std::string {
+  Body body = [shared, name, timeout, here, engine = engine_](const std::function<void()>& interrupted) -> std::string {
     Wait wait{Clock::now() + timeout, interrupted, name};
     try {
-      const Selection selection = engine->run(shared->call, ticket, wait);
+      const Selection selection = engine->run(shared->call, wait);
       if (selection.path == Path::inner) {
         engine->recorder().update(shared->call.record_id, selection.path, selection.reason);
+        if (!here) refuse_late_inner(engine->speaker(), name, selection.reason);
         return selection.reason;
       }
       if (shared->after) shared->after();
@@ -360,7 +369,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   std::optional<c10::Event> done;
   auto body = [&] {
     try {
-      done = side.enqueue(channel, issue.hold, !issue.async, [&] { selection = engine.run(issue.call, ticket, wait); });
+      done = side.enqueue(channel, issue.hold, !issue.async, [&] { selection = engine.run(issue.call, wait); });
     } catch (...) {
       engine.recorder().end(issue.call.record_id, true);
       throw;

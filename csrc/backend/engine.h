@@ -59,10 +59,6 @@ class Engine {
   // Runs one call to its end on this thread. Must be called in ticket order (through the lane). Path::inner means
   // that nothing was moved and the inner backend has to do the call.
   Selection run(const CollectiveCall& call, const Wait& wait);
-  Selection run(const CollectiveCall& call, uint64_t ticket, const Wait& wait) {
-    (void)ticket;
-    return run(call, wait);
-  }
   // Runs `body`, a step of this group that talks to its peers: an error other than usage poisons the group.
   void guarded(const std::string& call, const std::function<void()>& body);
 

@@ -42,6 +42,13 @@ class Callbacks {
   int running_ = 0;
 };
 
+// Of tensors like these. A future that holds CUDA tensors has to know their device.
+FuturePtr future_of(const std::vector<at::Tensor>& outputs) {
+  std::vector<c10::Device> devices;
+  if (!outputs.empty() && outputs[0].is_cuda()) devices.push_back(outputs[0].device());
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+}
+
 void settle(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs, const std::exception_ptr& error) {
   if (error) {
     future.setError(error);
@@ -80,12 +87,19 @@ void Work::finish_call(std::exception_ptr error) {
   }
 }
 
+void Work::finish_in_order() {
+  finish_call(nullptr);
+  std::lock_guard<std::mutex> lock(future_mutex_);
+  future_ = future_of(outputs_);
+  future_->markCompleted(c10::IValue(outputs_));
+}
+
 bool finish_callbacks(std::chrono::milliseconds longest) { return Callbacks::get().wait(longest); }
 
 FuturePtr Work::getFuture() {
   std::lock_guard<std::mutex> lock(future_mutex_);
   if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future_ = future_of({});
     if (over_) settle(*future_, outputs_, error_);
   }
   return future_;
@@ -115,7 +129,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output) {
   auto work = c10::make_intrusive<Work>(rank, op, std::vector<at::Tensor>{output}, 0, nullptr);
-  work->finish_call(nullptr);
+  work->finish_in_order();
   return work;
 }
 
@@ -155,7 +169,7 @@ c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
   for (const auto& work : works_) futures.push_back(work->getFuture());
-  auto joined = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  auto joined = future_of(outputs_);
   c10::collectAll(futures)->addCallback([joined, outputs = outputs_](c10::ivalue::Future& all) {
     if (all.hasError()) {
       joined->setError(all.exception_ptr());

@@ -13,6 +13,8 @@ class Work : public c10d::Work {
        std::function<void()> interrupted);
 
   void finish_call(std::exception_ptr error);
+  // Of a call whose outputs are in order on the current stream of their device.
+  void finish_in_order();
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }

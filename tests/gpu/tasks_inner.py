@@ -16,11 +16,16 @@ import tide_backend
 def calls(rank: int, world: int, async_op: bool) -> dict[str, Any]:
     """Every kind of call that a group without CUDA transport hands to nccl, with and without a handle."""
     device, good = enter(rank), {}
+    tide_backend.report(reset=True)
     with own_group(device, cuda=False) as group:
 
         def finish(work: Any) -> None:
-            if work is not None:
+            if work is None:
+                return
+            if rank == 0:  # either way
                 work.wait()
+            else:
+                work.get_future().wait()
 
         shards = [5, 1024, 7]
         sources = [random_bits(1, r, sum(shards), torch.bfloat16, device) for r in range(world)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 # Whose kernel it is: the collective's own, by these patterns, or a layout copy's.
-OWN = re.compile(r"\btide::|accumulate_kernel|place_kernel|cast_kernel|nccl", re.IGNORECASE)
+OWN = re.compile(r"\btide::|accumulate_kernel|place_kernel|cast_kernel|small_copies_kernel|nccl", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

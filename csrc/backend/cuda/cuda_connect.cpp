@@ -89,6 +89,7 @@ void CudaTransport::map_tables() {
   const DevicePtr word = device_word(who_.rank, Channel::memory, Flag::ready, who_.rank);
   check(driver().stream_write_value(stream, word, 1, kWriteDefault), "cuStreamWriteValue64");
   check(driver().stream_wait_value(stream, word, 1, kWaitGreaterOrEqual), "cuStreamWaitValue64");
+  give({{stream, word, 2, /*wait=*/false}, {stream, word, 2, /*wait=*/true}}, 0, 2);
 }
 
 void CudaTransport::open(const NcclUniqueId& id) {

@@ -170,7 +170,7 @@ void CudaTransport::flush(Channel channel) {
   if (!batch.additions.empty()) {
     accumulate_launch()(batch.in, batch.out, batch.additions, options_.accumulate_ctas, stream(channel));
   }
-  give_words(channel, batch);
+  give_words(batch);
   batch.clear();
   std::swap(batch, batches_[static_cast<size_t>(channel)]);  // keeps its memory
 }
@@ -275,23 +275,23 @@ void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, c
 }
 
 // In the order in which they were asked for: a stream of this rank may be where a peer waits for another.
-void CudaTransport::give_words(Channel channel, const Batch& batch) {
+void CudaTransport::give_words(const Batch& batch) {
   for (size_t first = 0, end = 0; first < batch.words.size(); first = end) {
     end = end_of_run(batch.words, first);
-    enter(channel, batch.call);
+    enter(batch.call);
     try {
       // Without a lock: the driver may block here while its queue is full, and the watchdog must go on looking.
       give(batch.words, first, end);
     } catch (...) {
-      --entering_;
+      leave();
       throw;
     }
-    --entering_;
+    leave();
   }
 }
 
 // Announces a call of the driver that may block. Throws if the group has been aborted.
-void CudaTransport::enter(Channel channel, const std::string& call) {
+void CudaTransport::enter(const std::string& call) {
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     if (!aborted_) {
@@ -299,21 +299,22 @@ void CudaTransport::enter(Channel channel, const std::string& call) {
       return;
     }
   }
-  watch(channel, call_now(channel));  // abort() passed it over if this thread was here
   fail(ErrorKind::peer, who_, call, "the group was aborted on this rank");
 }
 
-// At the first wait of a call: from here on peers can hold it up.
+void CudaTransport::leave() {
+  --entering_;
+  if (aborted_) watch_broken();  // abort() may have passed calls over because this thread was here
+}
+
+// At the first wait of a call: from here on peers can hold it up. With the lock, so that abort() sees it, or it
+// abort().
 void CudaTransport::begin(Channel channel) {
-  CallNow call;
-  {
-    std::lock_guard<std::mutex> lock(awaited_mutex_);
-    CallNow& now = calls_[static_cast<size_t>(channel)];
-    if (now.begun) return;
-    now.begun = true;
-    call = now;
-  }
-  watchdog_->begin(channel, call.sequence, call.deadline);
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  CallNow& now = calls_[static_cast<size_t>(channel)];
+  if (now.begun || aborted_) return;
+  now.begun = true;
+  watchdog_->begin(channel, now.sequence, now.deadline);
 }
 
 CudaTransport::CallNow CudaTransport::call_now(Channel channel) {
@@ -330,10 +331,10 @@ std::string CudaTransport::diagnose(Channel channel, uint64_t sequence, Doubt do
     list << (list.str().empty() ? "" : "; ") << text;
   };
   if (channel == Channel::memory) {  // a host call into NCCL
+    if (doubt == Doubt::none) return "";
     for (int peer = 0; peer < who_.world; ++peer) {
       if (peer != who_.rank) note(missing, tables_->last_calls(peer));
     }
-    if (doubt == Doubt::none) return "";
     return who_.prefix(name) +
            "NCCL has not opened its communicator or window by the deadline; got no answer from it " +
            "while the other ranks are at: " + missing.str() + "; look at the rank that is behind";
@@ -376,14 +377,15 @@ void CudaTransport::abort(const std::string& reason) {
   if (!watchdog_->is_this_thread()) watch_broken();
 }
 
-// A call that broke in the middle never came to complete().
+// A call that broke in the middle never came to complete(). Called again until it has seen every channel.
 void CudaTransport::watch_broken() {
-  if (broken_watched_.exchange(true)) return;
   for (int c = 0; c < kChannels; ++c) {
     const auto channel = static_cast<Channel>(c);
-    const CallNow call = call_now(channel);
     // A thread that is putting a wait on a stream may be blocked by the driver, and so would this one be.
-    if (call.sequence == 0 || entering_ > 0) continue;
+    if (entering_ > 0) return;
+    if (broken_watched_[static_cast<size_t>(c)].exchange(true)) continue;
+    const CallNow call = call_now(channel);
+    if (call.sequence == 0) continue;
     try {
       watch(channel, call);
     } catch (const Error&) {  // the device is lost: nothing on it goes on

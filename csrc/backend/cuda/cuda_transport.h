@@ -124,12 +124,13 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   void flush(Channel channel);
   void copy_batch(Channel channel, Batch& batch);
   void copy_by_engines(Stream stream, Batch& batch);
-  void give_words(Channel channel, const Batch& batch);
+  void give_words(const Batch& batch);
   void place_batch(Stream stream, Batch& batch);
   void begin(Channel channel);
   CallNow call_now(Channel channel);
   void watch(Channel channel, const CallNow& call);
-  void enter(Channel channel, const std::string& call);
+  void enter(const std::string& call);
+  void leave();
   static void follow(Stream earlier, Stream later);
   std::vector<Stream> all_streams() const;
   std::string diagnose(Channel channel, uint64_t sequence, Doubt doubt, const std::string& failure);
@@ -194,7 +195,8 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   uint64_t memory_calls_ = 0;
   Multicast multicast_;  // what the ranks agreed on when they connected; a segment may have none even so
   bool said_no_multicast_ = false;
-  std::atomic<bool> aborted_{false}, broken_watched_{false}, closed_{false};
+  std::atomic<bool> aborted_{false}, closed_{false};
+  std::array<std::atomic<bool>, kChannels> broken_watched_{};
 
   std::atomic<int> entering_{0};  // threads that are putting waits on a stream
   // Guards what follows, and aborted_ turning true; never held across a call of the driver that may block.

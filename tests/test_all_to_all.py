@@ -204,6 +204,48 @@ def test_splits_that_do_not_fit_the_tensor() -> None:
         assert "a negative one" in errors[2][1]
 
 
+def one_rank(rank: int, world: int) -> list[tuple[str, str]]:
+    """Nobody else compares the sizes of both ends."""
+    memory = torch.zeros(100)
+    out, splits = memory[40:42], ([2], [4])
+    errors = [
+        error_of(dist.all_to_all_single, out, torch.ones(4)),
+        error_of(dist.all_to_all_single, out, torch.ones(1)),
+        error_of(dist.all_to_all_single, out, torch.ones(4), *splits),
+        error_of(dist.all_to_all, [out], [torch.ones(4)]),
+    ]
+    assert not memory.any(), "something was written"
+    dist.all_to_all_single(out, torch.ones(2))
+    assert out.sum() == memory.sum() == 2
+    return errors
+
+
+def test_sizes_that_do_not_match_on_one_rank() -> None:
+    (errors,) = run_ranks(1, one_rank)
+    assert [name for name, _ in errors] == ["UsageError"] * 4, errors
+    for (_, text), sent in zip(errors, (4, 1, 4, 4), strict=True):
+        assert f"rank 0 sends {sent} elements to rank 0, which expects 2" in text
+
+
+def without_a_dimension(rank: int, world: int) -> list[tuple[str, str]]:
+    one, none = torch.zeros(()), [0] * world
+    errors = [
+        error_of(dist.all_to_all_single, one, torch.ones(())),
+        error_of(dist.all_to_all_single, one, torch.ones(()), none, none),
+        error_of(dist.all_to_all_single, torch.empty(0), torch.ones(())),
+    ]
+    exchange(rank, world, [([[1] * world] * world, 1, torch.float32)])
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tensors_without_a_dimension(world: int) -> None:
+    """Of which gloo says so as well."""
+    for errors in run_ranks(world, without_a_dimension):
+        assert [name for name, _ in errors] == ["UsageError"] * 3, errors
+        assert all("tensor has no dim 0, by which it is cut; got Float[]" in text for _, text in errors), errors
+
+
 def slow_rank_then_reuse(rank: int, world: int) -> None:
     """One rank lags; an all-gather right behind an all-to-all must not meet its unread staging."""
     import time

@@ -268,7 +268,12 @@ namespace {
 // Rows per peer -> elements per peer. Empty: equal parts. Says what is wrong in `problem`.
 std::vector<int64_t> element_splits(const at::Tensor& t, const std::vector<int64_t>& splits, int world,
                                     const char* which, std::string& problem) {
-  const int64_t rows = t.dim() > 0 ? t.size(0) : 0;
+  if (t.dim() == 0) {
+    problem = std::string("the ") + which + " tensor has no dim 0, by which it is cut; got " + shape(t) +
+              ", expected one dimension or more; pass a view, such as tensor.view(1)";
+    return std::vector<int64_t>(static_cast<size_t>(world), 0);
+  }
+  const int64_t rows = t.size(0);
   int64_t row = 1;
   for (int64_t d = 1; d < t.dim(); ++d) row *= t.size(d);
   std::vector<int64_t> result;

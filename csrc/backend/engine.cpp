@@ -247,6 +247,9 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
 
   Selection selection = select(known, call.request);
   if (selection.path == Path::local) {
+    if (op == Channel::all_to_all) {  // which nobody else compares
+      if (const auto problem = mismatch({describe(call.request)})) fail(ErrorKind::usage, who_, wait.call, *problem);
+    }
     recorder_.update(call.record_id, selection.path, selection.reason);
     execute(*plan(call.request, selection.path), execution_of(call), nullptr, wait);
     return selection;

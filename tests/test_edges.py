@@ -44,6 +44,30 @@ def test_overlapping_memory_of_the_group(world: int) -> None:
     run_ranks(world, in_memory_of_the_group)
 
 
+def sums_over_summands(rank: int, world: int) -> None:
+    """The output lies in the input: at this rank's part, at another's, across two; also wider than they are."""
+    n = 200_000
+    for start in (rank * n, (rank + 1) % world * n, n // 2):
+        memory = torch.arange(float(world * n)) + rank
+        want = world * torch.arange(float(n)) + world * rank * n + sum(range(world))
+        out = memory[start : start + n]
+        dist.reduce_scatter_tensor(out, memory)
+        assert torch.equal(out, want), f"from {start}"
+        copies = backend().records()[-1]["repair_copies"]
+        assert copies == int(start != rank * n), f"from {start}: {copies} copies"
+    memory = torch.empty(world * n, dtype=torch.bfloat16)
+    memory.copy_(torch.arange(world * n) % 64 + rank)
+    want = world * (torch.arange(world * n) % 64).float()[rank * n : (rank + 1) * n] + sum(range(world))
+    out = memory[: 2 * n].view(torch.float32)
+    dist.reduce_scatter_tensor(out, memory)
+    assert torch.equal(out, want), "bfloat16 into float32"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_reduce_scatter_into_its_input(world: int) -> None:
+    run_ranks(world, sums_over_summands)
+
+
 def wrapping_splits(rank: int, world: int) -> list[tuple[str, str]]:
     empty = torch.empty(0, dtype=torch.uint8)
     huge = [1 << 62] * 4

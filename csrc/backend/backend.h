@@ -177,7 +177,7 @@ class TideBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> exchange_inside(const Exchanged& tensors, at::Tensor output,
                                                  std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
                                                  const c10d::AllToAllOptions& opts);
-  // `input`, or a copy of it where it overlaps the output and does not lie at `place`, where it belongs.
+  // `input`, or a copy of it where it overlaps the output and does not lie at `place`, where that does no harm.
   at::Tensor apart(at::Tensor input, const at::Tensor& output, const void* place, Issue& issue) const;
   // `work` once more, remembered while calls are coalesced.
   c10::intrusive_ptr<c10d::Work> noted(c10::DeviceType device, c10::intrusive_ptr<c10d::Work> work);

@@ -243,10 +243,14 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
       for (const at::Tensor& t : applied->tensors) {
         issue.call.buffers.inputs.push_back(static_cast<const std::byte*>(repaired(t, issue).const_data_ptr()));
       }
-    } else {
-      issue.call.buffers.inputs = {static_cast<const std::byte*>(repaired(input, issue).const_data_ptr())};
     }
     at::Tensor out = repaired_output(output, issue);
+    if (!q.separate_inputs) {
+      // Where the output is this rank's part of the input, a sum goes to where its own summand was read.
+      const auto* place = static_cast<const std::byte*>(out.const_data_ptr()) - q.rank * out.nbytes();
+      const at::Tensor in = apart(repaired(input, issue), out, q.layout || widening ? nullptr : place, issue);
+      issue.call.buffers.inputs = {static_cast<const std::byte*>(in.const_data_ptr())};
+    }
     issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
   }

@@ -138,6 +138,43 @@ def test_ctrl_c_ends_the_first_call_and_the_group() -> None:
     assert seconds < 3
 
 
+def other_memory(rank: int, world: int) -> None:
+    """Tensors get other memory while rank 1 still keeps the calls from being over; the old one is soon used again."""
+    n = 1 << 20
+    for call in ("all_gather", "all_to_all", "rows", "reduce_scatter", "output"):
+        source, out = torch.full((n,), float(rank)), torch.empty(n)
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.2)
+        if call == "all_gather":
+            out = torch.empty(world * n)
+            work = dist.all_gather_into_tensor(out, source, async_op=True)
+        elif call == "reduce_scatter":
+            out = torch.empty(n // world)
+            work = dist.reduce_scatter_tensor(out, source, async_op=True)
+        elif call == "rows":
+            source = torch.full((n // 64, 96), float(rank))[:, :64]
+            work = dist.all_to_all_single(out.view(-1, 64), source, async_op=True)
+        else:
+            work = dist.all_to_all_single(out, source, async_op=True)
+        if call == "output":
+            out.data = torch.zeros(n)
+        source.data = torch.empty(0)
+        others = [torch.full((n,), -1.0) for _ in range(3)]
+        work.wait()
+        if call == "output":
+            assert not out.any(), "the result belongs to the memory that the call was given"
+        elif call == "reduce_scatter":
+            assert bool((out == sum(range(world))).all()), call
+        else:
+            assert all(bool((part == r).all()) for r, part in enumerate(out.chunk(world))), call
+        assert all(bool((other == -1).all()) for other in others), call
+
+
+def test_tensors_may_get_other_memory_before_a_call_is_over() -> None:
+    run_ranks(2, other_memory)
+
+
 ENDS = {
     "calls under way": ("works = [dist.all_gather_into_tensor(out, x, async_op=True) for _ in range(30)]", 0),
     "an error of the program": (

@@ -269,6 +269,9 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
   const bool to_inner = engine_->preselect(issue.call.request).path == Path::inner;
   const bool here = !issue.async || to_inner || !issue.call.problem.empty();
   auto work = c10::make_intrusive<Work>(getRank(), issue.op, issue.outputs, ticket, interrupted_);
+  if (!here) {  // before it is over, the caller may give its tensors other memory (t.data = ...)
+    for (const at::Tensor& tensor : issue.hold) issue.memory.push_back(tensor.storage());
+  }
   if (issue.after && !here) {
     // On the lane's thread, as the caller would: without gradients, in inference mode.
     issue.after = [after = std::move(issue.after), state = at::ThreadLocalState()] {

@@ -126,6 +126,7 @@ class TideBackend : public c10d::Backend {
   struct Issue {
     CollectiveCall call;
     std::vector<at::Tensor> hold;                           // everything the call reads or writes
+    std::vector<c10::Storage> memory;                       // of an asynchronous call: what these have while it is made
     std::vector<at::Tensor> outputs;                        // result of the Work
     std::function<void()> after;                            // once the data is there (copy back of a repaired output)
     std::function<c10::intrusive_ptr<c10d::Work>()> inner;  // the same call on the inner backend

@@ -269,6 +269,25 @@ def test_a_forked_child_is_inert() -> None:
         assert text.startswith("UsageError") and "called in a forked child" in text
 
 
+def one_object_for_two_groups(rank: int, world: int) -> tuple[Any, ...]:
+    options = tide_backend.Options(recorded_calls=7)
+    given = options._timeout, options.group_name
+    rank_process.init("tide", timeout_s=20, pg_options=options)
+    other = dist.new_group([1, 0], backend="tide", timeout=timedelta(seconds=2), pg_options=options)
+    assert (options._timeout, options.group_name) == given, "the caller's object is the caller's"
+    options.recorded_calls = 1  # of groups to come
+    use(path="")
+    use(other, path="")
+    found = [backend(group).options for group in (None, other)]
+    dist.destroy_process_group()
+    return [(o._timeout.total_seconds(), o.recorded_calls) for o in found], found[0].group_name != found[1].group_name
+
+
+def test_options_may_be_used_for_several_groups() -> None:
+    """Each keeps its own name and timeout."""
+    assert run_ranks(2, one_object_for_two_groups, backend=None) == [([(20, 7), (2, 7)], True)] * 2
+
+
 def destroy_while_busy(rank: int, world: int) -> tuple[float, list[tuple[str, str]]]:
     use()
     out = torch.empty(world * 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import importlib
 import importlib.util
 import os
@@ -101,6 +102,7 @@ def _create(opts: Any, pg_options: Any) -> Any:
             f'pg_options of backend "tide": got {type(pg_options).__name__}, expected tide_backend.Options; '
             "pass that, or none"
         )
+    pg_options = copy.copy(pg_options)  # the caller may make other groups with it
     pg_options.group_name = str(opts.group_id)
     pg_options.global_ranks_in_group = list(opts.global_ranks_in_group)
     pg_options._timeout = opts.timeout

@@ -237,6 +237,7 @@ def test_device_meshes() -> None:
 
 def forked_child(rank: int, world: int) -> tuple[int, str]:
     use()
+    dist.all_gather_into_tensor(torch.empty(world), torch.ones(1), async_op=True).wait()  # starts a thread, which waits
     slot, _ = backend().slot(1000)
     read, write = os.pipe()
     child = os.fork()

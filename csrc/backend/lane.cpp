@@ -9,7 +9,10 @@ namespace tide {
 
 Lane::Lane() : owner_(getpid()) {}
 
-Lane::~Lane() { stop(); }
+Lane::~Lane() {
+  stop();
+  if (owner_ != getpid()) turn_.release();
+}
 
 uint64_t Lane::take_ticket() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -39,7 +42,7 @@ void Lane::finish(uint64_t ticket) {
       ++it;
     }
   }
-  turn_.notify_all();
+  turn_->notify_all();
 }
 
 void Lane::run(uint64_t ticket, const std::function<void()>& job, const std::function<void()>& interrupted) {
@@ -50,7 +53,7 @@ void Lane::run(uint64_t ticket, const std::function<void()>& job, const std::fun
   } finish_at_end{this, ticket};
   std::unique_lock<std::mutex> lock(mutex_);
   while (serving_ != ticket) {
-    if (turn_.wait_for(lock, std::chrono::milliseconds(100)) == std::cv_status::timeout && interrupted) {
+    if (turn_->wait_for(lock, std::chrono::milliseconds(100)) == std::cv_status::timeout && interrupted) {
       lock.unlock();
       interrupted();
       lock.lock();
@@ -64,17 +67,17 @@ void Lane::post(uint64_t ticket, std::function<void()> job) {
   std::lock_guard<std::mutex> lock(mutex_);
   jobs_.emplace_back(ticket, std::move(job));
   if (!thread_) thread_ = std::make_unique<std::thread>([this] { work(); });
-  turn_.notify_all();
+  turn_->notify_all();
 }
 
 void Lane::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    turn_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+    turn_->wait(lock, [this] { return stopping_ || !jobs_.empty(); });
     if (jobs_.empty()) return;
     auto [ticket, job] = std::move(jobs_.front());
     jobs_.pop_front();
-    turn_.wait(lock, [this, t = ticket] { return serving_ == t; });
+    turn_->wait(lock, [this, t = ticket] { return serving_ == t; });
     lock.unlock();
     job();
     job = nullptr;  // tensors held by the call go before the next one starts
@@ -92,7 +95,7 @@ void Lane::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
-    turn_.notify_all();
+    turn_->notify_all();
   }
   thread_->join();
   thread_.reset();

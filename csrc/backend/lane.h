@@ -41,7 +41,8 @@ class Lane {
   void finish(uint64_t ticket);
 
   std::mutex mutex_;
-  std::condition_variable turn_;
+  // Left alone in a forked child, as the thread below: destroying it would wait there for the parent's waiting threads.
+  std::unique_ptr<std::condition_variable> turn_ = std::make_unique<std::condition_variable>();
   uint64_t next_ = 1, serving_ = 1;
   std::deque<uint64_t> given_up_;
   std::deque<std::pair<uint64_t, std::function<void()>>> jobs_;

@@ -176,6 +176,23 @@ def test_coalescing_manager() -> None:
     run_ranks(2, coalesced)
 
 
+def cut_off(rank: int, world: int) -> None:
+    """An error ends the calls before their handle is there; it is not that of the next ones."""
+    cpu = torch.device("cpu")
+    with pytest.raises(tide_backend.UsageError), dist._coalescing_manager(device=cpu, async_ops=True):
+        wrong = dist.all_to_all_single(torch.empty(world), torch.ones(2 * world), async_op=True)
+        wrong.wait()
+    out = torch.empty(world)
+    with dist._coalescing_manager(device=cpu, async_ops=True) as manager:
+        dist.all_to_all_single(out, torch.arange(float(world)), async_op=True)
+    manager.wait()
+    expect(out, np.full(world, float(rank)), "after an error")
+
+
+def test_an_error_among_coalesced_calls_is_not_the_next_ones() -> None:
+    run_ranks(2, cut_off)
+
+
 def functional_calls(rank: int, world: int) -> None:
     group = dist.distributed_c10d._get_default_group()
     shards = [random_values(1, r, 12, "float32").reshape(4, 3) for r in range(world)]

@@ -56,7 +56,9 @@ WorkPtr TideBackend::noted(c10::DeviceType device, WorkPtr work) {
 
 void TideBackend::startCoalescing() {
   check_process("startCoalescing");
+  std::vector<WorkPtr> left;  // by calls that an error cut off from their end; not of these
   std::lock_guard<std::mutex> lock(inner_mutex_);
+  coalesced_.swap(left);
   coalescing_ = true;
 }
 

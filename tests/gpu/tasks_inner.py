@@ -62,5 +62,6 @@ def calls(rank: int, world: int, async_op: bool) -> dict[str, Any]:
             manager.wait()
         good["coalesced"] = all(same(out, torch.arange(world, device=device) + float(i)) for i, out in enumerate(both))
         torch.cuda.synchronize()
-    reasons = {row.reason for row in tide_backend.report().collectives if row.path == "inner" and row.device == "cuda"}
-    return {"good": good, "reasons": sorted(reasons)}
+        rows = tide_backend.report(group).collectives
+    reasons = {row.reason for row in rows if row.device == "cuda"}
+    return {"good": good, "paths": sorted({row.path for row in rows}), "reasons": sorted(reasons)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -54,7 +55,8 @@ def test_dead_peer_raises(require: Callable, deadline: Callable) -> None:
     ("case", "said"),
     [
         ("dead_device", "tide ends this process: nothing may run on what did not arrive."),
-        ("late_device", "not over at its deadline"),
+        # Rank 1 finds itself late as well, and may have ended a moment before.
+        ("late_device", "not over at its deadline|exited while the device waits"),
     ],
 )
 def test_absent_peer_ends_the_process(require: Callable, deadline: Callable, case: str, said: str) -> None:
@@ -63,7 +65,7 @@ def test_absent_peer_ends_the_process(require: Callable, deadline: Callable, cas
     status, text = launch(case, deadline(50))
     assert status == -signal.SIGABRT, text
     assert "went on" not in text
-    assert said in text and "rank 1" in text, text
+    assert re.search(said, text) and "rank 1" in text, text
 
 
 def test_late_peer_poisons_the_group_on_demand(require: Callable, deadline: Callable) -> None:

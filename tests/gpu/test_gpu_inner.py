@@ -15,4 +15,5 @@ def test_a_group_without_cuda_transport(run: Callable, async_op: bool) -> None:
     """nccl gives no handle of a call that is not asynchronous."""
     for answer in run(2, tasks.calls, async_op):
         assert all(answer["good"].values()) and len(answer["good"]) == 6, answer
+        assert answer["paths"] == ["inner"], answer
         assert answer["reasons"] == ["CUDA calls are left to nccl (TIDE_CUDA_TRANSPORT=0 or Options.cuda)"], answer

@@ -286,7 +286,9 @@ std::string ShmTransport::timeout_text(Clock::duration waited, const std::vector
     if (std::find(missing.begin(), missing.end(), rank) != missing.end()) continue;
     if (const std::string why = lost(rank); !why.empty()) text << "; meanwhile " << why;
   }
-  text << "; look at " << (missing.size() == 1 ? "that rank" : "those ranks") << " or set a longer timeout";
+  // A reason of another rank ends with a semicolon of its own.
+  text << (text.str().back() == ';' ? "" : ";") << " look at " << (missing.size() == 1 ? "that rank" : "those ranks")
+       << " or set a longer timeout";
   return text.str();
 }
 

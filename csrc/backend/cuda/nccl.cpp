@@ -58,7 +58,7 @@ Nccl load_one(void* library, const std::string& name) {
 // its own that it also exports, and those calls must not end in torch's older library.
 void* open_apart(const std::string& path) {
   int mode = RTLD_NOW | RTLD_LOCAL;
-#ifndef __SANITIZE_ADDRESS__  // which refuses the flag
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which refuse the flag
   mode |= RTLD_DEEPBIND;
 #endif
   return dlopen(path.c_str(), mode);

@@ -42,9 +42,11 @@ PLAIN = [
     "plain_calls",
 ]
 SLOTS = [
+    "no_memory_for_a_second_slot",
     "slot_reuse",
     "slot_reuse_behind_a_reader",
     "slot_reuse_differs",
+    "slots_take_turns",
     "storage_outlives_group",
     "uneven_free_lists",
 ]

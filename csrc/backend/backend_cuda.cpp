@@ -38,6 +38,7 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
   cuda.slot_reuse = options.slot_reuse;
   cuda.multicast = options.multicast;
   cuda.on_no_multicast = [](const std::string& text) { TORCH_WARN_ONCE(text); };
+  cuda.on_one_slot = [](const std::string& text) { TORCH_WARN_ONCE(text); };
   cuda.accumulate_ctas = static_cast<int>(std::min<int64_t>(options.accumulate_ctas, INT_MAX));
   cuda.streams = streams;
   cuda.timeout = options.timeout;
@@ -61,13 +62,9 @@ EngineOptions engine_options(const BackendOptions& options, std::array<cuda::Str
 }
 
 // Channels whose streams may still use a slot that is given back without a wait for its last call.
-std::vector<Channel> users(SlotUse use) {
-  switch (use) {
-    case SlotUse::parameters:  // not behind the reductions that are queued while parameters are resharded
-      return {Channel::all_gather};
-    case SlotUse::anything:
-      break;
-  }
+std::vector<Channel> users(cuda::ParameterGroup group) {
+  // Not behind the reductions that are queued while parameters are resharded.
+  if (group != cuda::kNoParameters) return {Channel::all_gather};
   return {Channel::all_gather, Channel::reduce_scatter, Channel::all_to_all};
 }
 
@@ -75,8 +72,9 @@ std::vector<Channel> users(SlotUse use) {
 // stream has been given by now is the last that reads the slot. Never throws: a destructor calls it.
 class SlotRelease {
  public:
-  SlotRelease(std::shared_ptr<cuda::CudaTransport> transport, Window window, SlotUse use, at::Device device)
-      : transport_(std::move(transport)), window_(window), use_(use), device_(device), owner_(getpid()) {}
+  SlotRelease(std::shared_ptr<cuda::CudaTransport> transport, Window window, cuda::ParameterGroup group,
+              at::Device device)
+      : transport_(std::move(transport)), window_(window), group_(group), device_(device), owner_(getpid()) {}
 
   void operator()(void*) const {
     if (owner_ != getpid()) return;
@@ -86,7 +84,7 @@ class SlotRelease {
       auto last_use = std::make_shared<c10::Event>(c10::DeviceType::CUDA);
       last_use->record(current_stream(device_));
       // A call whose result nobody waited for may still be at it; record_stream() knows nothing of this memory.
-      for (const Channel channel : users(use_)) transport_->note_use(channel, window_);
+      for (const Channel channel : users(group_)) transport_->note_use(channel, window_);
       transport_->device_arena().release_behind(window_, last_use->eventId(), last_use);
     } catch (const std::exception&) {
       // The device is lost or the process is ending: nobody will ask for the range again.
@@ -96,7 +94,7 @@ class SlotRelease {
  private:
   std::shared_ptr<cuda::CudaTransport> transport_;
   Window window_;
-  SlotUse use_;
+  cuda::ParameterGroup group_;
   at::Device device_;
   pid_t owner_;
 };
@@ -209,7 +207,7 @@ c10::Event CudaSide::after(Channel channel) {
   return done;
 }
 
-std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, SlotUse use, std::chrono::milliseconds timeout,
+std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, cuda::ParameterGroup group, std::chrono::milliseconds timeout,
                                          const std::function<void()>& interrupted, std::string* reason) {
   if (!connect()) {
     *reason = engine_->shared_memory().second;
@@ -217,7 +215,7 @@ std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, SlotUse u
   }
   c10::DeviceGuard guard(device_);
   refuse_capture(current, "slot");
-  if (use == SlotUse::anything) engine_->expect_plain_slots();
+  if (group == cuda::kNoParameters) engine_->expect_plain_slots();
   // Growth is collective, so slots are asked for in one order.
   Lane& lane = engine_->lane(Channel::memory);
   const uint64_t ticket = lane.take_ticket();
@@ -226,12 +224,12 @@ std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, SlotUse u
   std::optional<Window> window;
   const auto ask = [&] {
     transport = std::static_pointer_cast<cuda::CudaTransport>(engine_->transport());
-    window = transport->slot(std::max<int64_t>(bytes, 1), current, wait, reason);
+    window = transport->slot(std::max<int64_t>(bytes, 1), group, current, wait, reason);
   };
   lane.run(ticket, [&] { engine_->guarded(wait.call, ask); }, interrupted);
   if (!window) return std::nullopt;
   return at::from_blob(transport->device_arena().address(*window), {bytes},
-                       SlotRelease(transport, *window, use, device_),
+                       SlotRelease(transport, *window, group, device_),
                        at::TensorOptions().dtype(at::kByte).device(device_), device_);
 }
 

@@ -15,9 +15,6 @@
 
 namespace tide {
 
-// parameters: the output of all-gathers with a layout, FSDP2's. anything: what a caller may give to any plain call.
-enum class SlotUse : uint8_t { parameters, anything };
-
 class CudaSide {
  public:
   CudaSide(Speaker who, std::shared_ptr<Bootstrap> bootstrap, const BackendOptions& options, at::Device device);
@@ -51,7 +48,7 @@ class CudaSide {
   }
 
   // Collective at every call.
-  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, SlotUse use, std::chrono::milliseconds timeout,
+  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, cuda::ParameterGroup group, std::chrono::milliseconds timeout,
                                  const std::function<void()>& interrupted, std::string* reason);
   void shutdown() { engine_->shutdown(); }
   // The caller gives the group up: waits on the device end, and what they guarded is garbage.

@@ -126,12 +126,12 @@ std::vector<std::pair<std::string, std::shared_ptr<Engine>>> TideBackend::engine
   return result;
 }
 
-std::optional<at::Tensor> TideBackend::slot(int64_t bytes, at::Device device, void* current_stream, SlotUse use,
-                                            std::string* reason) {
+std::optional<at::Tensor> TideBackend::slot(int64_t bytes, at::Device device, void* current_stream,
+                                            cuda::ParameterGroup group, std::string* reason) {
   check_process("slot");
   if (!device.is_cpu()) {
     CudaSide* side = device.is_cuda() ? cuda_side(device) : nullptr;
-    if (side) return side->slot(bytes, current_stream, use, options_->timeout, interrupted_, reason);
+    if (side) return side->slot(bytes, current_stream, group, options_->timeout, interrupted_, reason);
     *reason = shared_memory(device).second;
     return std::nullopt;
   }
@@ -185,7 +185,7 @@ at::Tensor TideBackend::allocateTensor(long size, at::TensorOptions options) {
   const auto type = c10::typeMetaToScalarType(options.dtype());
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(type));
   std::string reason;
-  const auto memory = slot(bytes, device, stream, SlotUse::anything, &reason);
+  const auto memory = slot(bytes, device, stream, cuda::kNoParameters, &reason);
   if (memory) return memory->narrow(0, 0, bytes).view(type);
   TORCH_WARN_ONCE("tide: allocate_tensor returns ordinary memory: ", reason);
   return at::empty({size}, options);

@@ -124,13 +124,13 @@ void bind_backend(py::module_& m) {
       .def(
           "slot",
           [](TideBackend& self, int64_t bytes, const std::string& device, uintptr_t stream,
-             bool parameters) -> std::pair<std::optional<at::Tensor>, std::string> {
+             cuda::ParameterGroup group) -> std::pair<std::optional<at::Tensor>, std::string> {
             std::string reason;
-            const SlotUse use = parameters ? SlotUse::parameters : SlotUse::anything;
-            auto tensor = self.slot(bytes, at::Device(device), reinterpret_cast<void*>(stream), use, &reason);
+            auto tensor = self.slot(bytes, at::Device(device), reinterpret_cast<void*>(stream), group, &reason);
             return {tensor, reason};
           },
-          py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, py::arg("parameters") = false, NoGil())
+          py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, py::arg("parameter_group") = cuda::kNoParameters,
+          NoGil())
       .def("in_arena", &TideBackend::in_arena)
       .def_property_readonly("options", &TideBackend::getBackendOptions)  // torch has it from 2.14 on
       // torch.distributed calls it on ranks outside a new subgroup when splitting is supported; tide's groups need

@@ -9,11 +9,25 @@ std::optional<int64_t> RangeAllocator::take(int64_t bytes) {
   const auto fit = free_sizes_.lower_bound({bytes, 0});
   if (fit == free_sizes_.end()) return std::nullopt;
   const auto [size, offset] = *fit;
-  drop_free(free_.find(offset));
-  if (size > bytes) add_free(offset + bytes, size - bytes);
-  taken_.emplace(offset, bytes);
-  in_use_ += bytes;
+  take({offset, size}, {offset, bytes});
   return offset;
+}
+
+std::vector<Range> RangeAllocator::free_ranges(int64_t least, int64_t most) const {
+  std::vector<Range> found;
+  for (auto it = free_sizes_.lower_bound({least, 0}); it != free_sizes_.end() && it->first <= most; ++it) {
+    found.push_back({it->second, it->first});
+  }
+  return found;
+}
+
+void RangeAllocator::take(const Range& free, const Range& wanted) {
+  const int64_t end = wanted.offset + wanted.bytes, behind = free.offset + free.bytes - end;
+  drop_free(free_.find(free.offset));
+  if (wanted.offset > free.offset) add_free(free.offset, wanted.offset - free.offset);
+  if (behind > 0) add_free(end, behind);
+  taken_.emplace(wanted.offset, wanted.bytes);
+  in_use_ += wanted.bytes;
 }
 
 std::optional<int64_t> RangeAllocator::give_back(int64_t offset) {

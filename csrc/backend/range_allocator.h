@@ -6,13 +6,23 @@
 #include <optional>
 #include <set>
 #include <utility>
+#include <vector>
 
 namespace tide {
+
+struct Range {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+};
 
 class RangeAllocator {
  public:
   // The smallest free range that holds `bytes`, cut to size; the lowest offset among equals.
   std::optional<int64_t> take(int64_t bytes);
+  // The free ranges of `least` to `most` bytes, the smallest first.
+  std::vector<Range> free_ranges(int64_t least, int64_t most) const;
+  // Cuts `wanted` from the free range that it lies in.
+  void take(const Range& free, const Range& wanted);
   // Returns the range that take() gave at `offset`; nothing when there is none.
   std::optional<int64_t> give_back(int64_t offset);
 

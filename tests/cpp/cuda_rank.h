@@ -29,6 +29,7 @@ struct Settings {
   std::function<void(const std::string&)> on_timeout;  // default: print, fail the rank
   std::function<void()> free_cached_memory;
   std::function<void(const std::string&)> on_no_multicast;
+  std::function<void(const std::string&)> on_one_slot;
 };
 
 // Work on `second` from here on comes behind that on `first` so far.
@@ -56,6 +57,7 @@ class CudaRank {
     options.slot_reuse = settings.slot_reuse;
     options.multicast = settings.multicast;
     options.on_no_multicast = settings.on_no_multicast;
+    options.on_one_slot = settings.on_one_slot;
     options.streams = streams_;
     options.free_cached_memory = settings.free_cached_memory;
     options.on_timeout = settings.on_timeout ? settings.on_timeout : [](const std::string& text) {
@@ -98,9 +100,9 @@ class CudaRank {
   }
 
   // Nothing when this rank has no memory; `why` then says so.
-  std::optional<Window> slot(int64_t bytes, std::string* why) {
+  std::optional<Window> slot(int64_t bytes, std::string* why, cuda::ParameterGroup group = cuda::kNoParameters) {
     std::optional<Window> window;
-    engine_->guarded("slot", [&] { window = transport()->slot(bytes, copy_in_, within(20s), why); });
+    engine_->guarded("slot", [&] { window = transport()->slot(bytes, group, copy_in_, within(20s), why); });
     return window;
   }
   Window slot(int64_t bytes) {

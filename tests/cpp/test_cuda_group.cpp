@@ -135,7 +135,7 @@ void forked_child() {
         delete last;
         check(FakeDriver::get().calls == before, "no call of the driver");
         std::string why;
-        const Error error = caught([&] { transport->slot(64, me.caller(), within(1s), &why); });
+        const Error error = caught([&] { transport->slot(64, cuda::kNoParameters, me.caller(), within(1s), &why); });
         check_contains(error.what(), "before fork()");
       });
       check(wait_rank(child, 20s) == 0, "the child ends well");

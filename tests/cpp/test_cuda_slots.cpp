@@ -152,7 +152,96 @@ void uneven_free_lists() {
   });
 }
 
+// Layers of slow compute, each with the slot of its parameters, which the host gives back long before the device has
+// read it. Offsets of the slots, and how many gathers after the first began while the compute before them ran.
+struct Layers {
+  std::vector<int64_t> offsets;
+  int overlapped = 0, wrong = 0;
+};
+
+Layers run_layers(CudaRank& me, int count, int64_t numel) {
+  Layers layers;
+  auto computed = std::make_shared<std::atomic<int>>(0), overlapped = std::make_shared<std::atomic<int>>(0),
+       wrong = std::make_shared<std::atomic<int>>(0);
+  const auto layout = slot_layout(2, {numel});
+  for (int layer = 1; layer <= count; ++layer) {
+    std::string why;
+    const auto window = me.slot(layout->total_gathered_numel() * 2, &why, static_cast<cuda::ParameterGroup>(layer));
+    check(window.has_value(), why);
+    layers.offsets.push_back(window->offset);
+    auto* words = reinterpret_cast<uint16_t*>(me.transport()->device_arena().address(*window));
+    const int rank = me.rank();
+    FakeDriver::launch(me.copy_in(), [=] {
+      *overlapped += layer > 1 && *computed < layer - 1;
+      for (int64_t i = 0; i < numel; ++i) words[rank * numel + i] = value(rank, i, layer);
+    });
+    me.run(me.all_gather(layout, reinterpret_cast<std::byte*>(words), nullptr));
+    FakeDriver::launch(me.caller(), [=] {
+      std::this_thread::sleep_for(100ms);
+      for (int64_t i = 0; i < 2 * numel; ++i) *wrong += words[i] != value(static_cast<int>(i / numel), i % numel, layer);
+      *computed = layer;
+    });
+    me.release(*window);
+  }
+  cuda::driver().stream_synchronize(me.caller());
+  layers.overlapped = *overlapped;
+  layers.wrong = *wrong;
+  return layers;
+}
+
+// The gather of a layer overlaps the compute of the one before: two slots take turns, in whatever order they were made.
+void slots_take_turns() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      auto& arena = me.transport()->device_arena();
+      const int64_t before = arena.bytes_committed();
+      const Layers layers = run_layers(me, 6, 300000);  // a segment each
+      check(layers.wrong == 0, std::to_string(layers.wrong) + " elements are wrong");
+      check(layers.overlapped == 5, "overlapped " + std::to_string(layers.overlapped) + " of 5");
+      for (size_t i = 2; i < layers.offsets.size(); ++i) {
+        check(layers.offsets[i] == layers.offsets[i - 2] && layers.offsets[i] != layers.offsets[i - 1], "by turns");
+      }
+      check(arena.bytes_committed() == before + 2 * (2 << 20), "two slots");
+      // With nothing under way one is enough, and the lower of two is as good as the other.
+      const Window lowest = me.slot(1 << 20);
+      check(lowest.offset == std::min(layers.offsets[0], layers.offsets[1]), "the lowest of those at rest");
+      me.release(lowest);
+      const Layers small = run_layers(me, 5, 30000);
+      check(small.wrong == 0, std::to_string(small.wrong) + " elements are wrong");
+      check(small.overlapped == 4, "overlapped " + std::to_string(small.overlapped) + " of 4");
+      check(arena.bytes_committed() == before + 2 * (2 << 20), "within the room that is there");
+    }
+    check_nothing_left();
+  });
+}
+
+void no_memory_for_a_second_slot() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      auto told = std::make_shared<std::vector<std::string>>();
+      Settings settings;
+      settings.on_one_slot = [told](const std::string& text) { told->push_back(text); };
+      if (rank == 1) FakeNccl::get().failing_allocations = {3};  // behind staging and the first slot
+      CudaRank me(rank, 2, directory, settings);
+      me.connect();
+      const Layers layers = run_layers(me, 4, 300000);
+      check(layers.wrong == 0, std::to_string(layers.wrong) + " elements are wrong");
+      check(layers.overlapped == 0, "one slot: nothing overlaps");
+      for (const int64_t offset : layers.offsets) check(offset == layers.offsets[0], "always the same");
+      check(told->size() == 1, "told " + std::to_string(told->size()) + " times");
+      check_contains(told->at(0), "slot]: no memory for a second slot: ");
+      check_contains(told->at(0), "rank 1: ncclMemAlloc");
+      check(FakeNccl::get().tried_allocations == 3, "tried once");
+    }
+    check_nothing_left();
+  });
+}
+
 const std::map<std::string, void (*)()> kCases{{"slot_reuse", slot_reuse},
+                                               {"slots_take_turns", slots_take_turns},
+                                               {"no_memory_for_a_second_slot", no_memory_for_a_second_slot},
                                                {"slot_reuse_behind_a_reader", slot_reuse_behind_a_reader},
                                                {"slot_reuse_differs", slot_reuse_differs},
                                                {"storage_outlives_group", storage_outlives_group},

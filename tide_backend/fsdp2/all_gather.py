@@ -201,7 +201,7 @@ def _gather(
 
 def _place(plan: Plan, sources: list[torch.Tensor]) -> torch.Tensor:
     """The slot, with this rank's shards in it."""
-    slot, _ = plan.backend.slot(plan.nbytes, plan.device_text, stream_handle(plan.device), parameters=True)
+    slot, _ = plan.backend.slot(plan.nbytes, plan.device_text, stream_handle(plan.device), plan.parameter_group)
     if slot is None:  # ordinary memory in the same layout: the whole call goes through staging
         slot = torch.empty(plan.nbytes, dtype=torch.uint8, device=plan.device)
     plan.place(slot, sources)

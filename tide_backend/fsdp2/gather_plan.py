@@ -56,6 +56,7 @@ class Plan:
 
     group: dist.ProcessGroup
     backend: Any
+    parameter_group: int  # its number, by which slots take turns
     layout: Any
     dtype: torch.dtype  # of the collective
     device: torch.device
@@ -153,6 +154,7 @@ def make_plan(
     return Plan(
         group=group,
         backend=backend,
+        parameter_group=seam.number,
         layout=layout,
         dtype=dtype,
         device=device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ WORLD_SIZE_1 = Reason("world_size_1", "the group has one rank, so FSDP2 issues n
 CUSTOM_REDUCE_SCATTER = "custom_reduce_scatter"
 
 
+_numbers = itertools.count(1)
+
+
 class GroupSeam:
     """tide's side of one ``FSDPParamGroup``. Lives as long as the group's first ``FSDPParam``.
 
@@ -27,6 +31,7 @@ class GroupSeam:
     """
 
     def __init__(self, fsdp_params: list[Any]) -> None:
+        self.number = next(_numbers)
         self._first = weakref.ref(fsdp_params[0])
         self._param_group: weakref.ref[Any] | None = None
         self._backends: dict[Any, Any] = {}

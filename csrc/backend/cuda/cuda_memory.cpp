@@ -65,25 +65,50 @@ bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait&
   return any;
 }
 
-std::optional<Window> CudaTransport::slot(int64_t bytes, Stream stream, const Wait& wait, std::string* why) {
+// Whether a gather into `window` would wait for the compute that it shall overlap, that of the parameters gathered last.
+bool CudaTransport::holds_up(const Window& window, ParameterGroup group) {
+  const auto& last = last_parameters_;
+  if (group == kNoParameters || last.group == kNoParameters || group == last.group) return false;
+  const bool same = window.offset < last.window.offset + last.window.bytes &&
+                    last.window.offset < window.offset + window.bytes;
+  return same && arena_->busy(window);
+}
+
+std::optional<Window> CudaTransport::slot(int64_t bytes, ParameterGroup group, Stream stream, const Wait& wait,
+                                          std::string* why) {
   auto window = arena_->acquire(bytes, why);
+  std::optional<Window> busy;
+  if (window && !one_slot_ && holds_up(*window, group)) busy.swap(window);
   // Reshard is rank-local, so free lists may differ: one rank's need makes all grow, in the same call on all.
-  bool grow_now = false;
+  std::string problem;
   try {
-    grow_now = ask_together(std::to_string(bytes) + " bytes", !window, wait);
+    if (ask_together(std::to_string(bytes) + " bytes", !window, wait)) problem = grow(bytes, wait, &window);
   } catch (...) {
     if (window) arena_->release(*window);
+    if (busy) arena_->release(*busy);
     throw;
   }
-  if (grow_now) {
-    const std::string problem = grow(bytes, wait, &window);
-    if (!window) {
-      *why = problem;
-      return std::nullopt;
-    }
+  if (busy && window) {
+    arena_->release(*busy);
+  } else if (busy) {
+    keep_one_slot(problem);
+    window = busy;
   }
-  if (window) arena_->wait_until_free(*window, stream);
+  if (!window) {
+    *why = problem;
+    return std::nullopt;
+  }
+  if (group != kNoParameters) last_parameters_ = {group, *window};
+  arena_->wait_until_free(*window, stream);
   return window;
+}
+
+// Growth is tried once: it makes the allocator give back what it keeps, which costs more than the overlap is worth.
+void CudaTransport::keep_one_slot(const std::string& why) {
+  one_slot_ = true;
+  if (!options_.on_one_slot) return;
+  options_.on_one_slot(who_.prefix("slot") + "no memory for a second slot: " + why +
+                       "; all-gathers of parameters wait for the compute before them; free memory for one of them");
 }
 
 bool CudaTransport::provided(Channel channel) {

@@ -31,6 +31,10 @@
 
 namespace tide::cuda {
 
+// Whose parameters a slot is for: any number, the same at each call for one parameter group. None: for anything else.
+using ParameterGroup = uint64_t;
+constexpr ParameterGroup kNoParameters = 0;
+
 struct CudaOptions {
   ShmOptions shm;
   // Of one kind of call. The first segment is reduce-scatter's; all-to-all's comes with its first need.
@@ -46,6 +50,8 @@ struct CudaOptions {
   std::function<void(const std::string&)> on_timeout;
   // Told at most once why there is no multicast although this rank asks for it. May be null.
   std::function<void(const std::string&)> on_no_multicast;
+  // Told at most once why parameters have one slot only. May be null.
+  std::function<void(const std::string&)> on_one_slot;
   // Makes room on the device after an allocation failed, which is then tried once more. May be null.
   std::function<void()> free_cached_memory;
   std::chrono::milliseconds timeout{600000};  // of NCCL's own start and registrations
@@ -97,7 +103,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
 
   // A range for a caller's tensor that peers will write; `stream` is made to wait for its earlier readers.
   // Collective: every rank calls it with the same number of bytes, and all grow together when one has to.
-  std::optional<Window> slot(int64_t bytes, Stream stream, const Wait& wait, std::string* why);
+  std::optional<Window> slot(int64_t bytes, ParameterGroup group, Stream stream, const Wait& wait, std::string* why);
 
   // What `channel`'s stream has been given by now may use `window`.
   void note_use(Channel channel, const Window& window);
@@ -121,6 +127,8 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::string grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken);
   void find_multicast(const Wait& wait);
   void say_no_multicast(const std::string& why);
+  bool holds_up(const Window& window, ParameterGroup group);
+  void keep_one_slot(const std::string& why);
   void flush(Channel channel);
   void copy_batch(Channel channel, Batch& batch);
   void copy_by_engines(Stream stream, Batch& batch);
@@ -195,6 +203,11 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   uint64_t memory_calls_ = 0;
   Multicast multicast_;  // what the ranks agreed on when they connected; a segment may have none even so
   bool said_no_multicast_ = false;
+  struct {
+    ParameterGroup group = kNoParameters;
+    Window window;
+  } last_parameters_;      // the last slot for parameters
+  bool one_slot_ = false;  // there was no memory for a second
   std::atomic<bool> aborted_{false}, closed_{false};
   std::array<std::atomic<bool>, kChannels> broken_watched_{};
 

@@ -1,5 +1,7 @@
 #include "device_arena.h"
 
+#include <tuple>
+
 #include "../error.h"
 
 namespace tide::cuda {
@@ -11,6 +13,22 @@ constexpr int64_t kGranularity = 2 << 20;  // of ncclMemAlloc
 constexpr int64_t kLocalMask = (int64_t{1} << kSegmentShift) - 1;
 
 int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
+// What is as good a fit as a range of `bytes`: more would break up the room of larger slots.
+int64_t about(int64_t bytes) { return bytes + bytes / 4; }
+
+// Where a window could lie.
+struct Room {
+  int64_t last_use;
+  Window window;
+  Range free;
+  size_t segment;
+
+  bool before(const Room& other) const {
+    return std::tie(last_use, free.bytes, window.offset) <
+           std::tie(other.last_use, other.free.bytes, other.window.offset);
+  }
+};
 
 }  // namespace
 
@@ -130,13 +148,51 @@ std::optional<Window> DeviceArena::acquire(int64_t bytes, std::string* why) {
   bytes = round_up(std::max<int64_t>(bytes, 1), kAlign);
   std::lock_guard<std::mutex> lock(mutex_);
   collect_finished();
+  int64_t smallest = INT64_MAX;
+  for (const Segment& segment : segments_) {
+    const auto fitting = segment.ranges.free_ranges(bytes, INT64_MAX);
+    if (!fitting.empty()) smallest = std::min(smallest, fitting.front().bytes);
+  }
+  if (smallest == INT64_MAX) {
+    *why = "no free range of " + std::to_string(bytes) + " bytes in " + std::to_string(segments_.size()) + " segments";
+    return std::nullopt;
+  }
+  Room best{INT64_MAX, {}, {}, 0};
   for (size_t s = 0; s < segments_.size(); ++s) {
-    if (auto offset = segments_[s].ranges.take(bytes)) {
-      return Window{(static_cast<int64_t>(s) << kSegmentShift) + *offset, bytes};
+    for (const Range& free : segments_[s].ranges.free_ranges(bytes, about(smallest))) {
+      for (int64_t at : places(free, static_cast<int64_t>(s), bytes)) {
+        const Room room{last_use({at, bytes}), {at, bytes}, free, s};
+        if (room.before(best)) best = room;
+      }
     }
   }
-  *why = "no free range of " + std::to_string(bytes) + " bytes in " + std::to_string(segments_.size()) + " segments";
-  return std::nullopt;
+  segments_[best.segment].ranges.take(best.free, {best.window.offset & kLocalMask, bytes});
+  return best.window;
+}
+
+std::vector<int64_t> DeviceArena::places(const Range& free, int64_t segment, int64_t bytes) const {
+  const int64_t start = (segment << kSegmentShift) + free.offset, last = start + free.bytes - bytes;
+  std::vector<int64_t> result{start};
+  for (const Pending& p : pending_) {
+    const int64_t behind = p.offset + p.bytes;
+    if (behind > start && behind <= last) result.push_back(behind);
+  }
+  return result;
+}
+
+int64_t DeviceArena::last_use(const Window& window) const {
+  int64_t place = 0, last = -1;
+  for (const Pending& p : pending_) {
+    if (p.offset < window.offset + window.bytes && window.offset < p.offset + p.bytes) last = place;
+    ++place;
+  }
+  return last;
+}
+
+bool DeviceArena::busy(const Window& window) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  collect_finished();
+  return last_use(window) >= 0;
 }
 
 void DeviceArena::release(const Window& window) {

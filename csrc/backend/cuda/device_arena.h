@@ -3,7 +3,9 @@
 // A segment is one ncclMemAlloc allocation and one window, never one window per parameter. Offsets carry the
 // segment in their upper bits, so an offset published by one rank means the same segment on every other. Growth is
 // collective and therefore explicit (allocate() and what follows it); acquire() never allocates. Freed ranges come back
-// with the event of the stream that last used them; whoever gets such a range waits for it on its own stream.
+// with the event of the stream that last used them; whoever gets such a range waits for it on its own stream. So that
+// the wait is short, ranges of about one size are given out by turns: the next layer's parameters do not wait for the
+// compute of the last one's.
 #pragma once
 
 #include <list>
@@ -38,7 +40,10 @@ class DeviceArena : public Arena {
   Window commit_pending(int64_t bytes);
   void drop_pending(NcclComm comm);
 
+  // Of the free ranges that fit best, the one whose last use is over or lies back furthest.
   std::optional<Window> acquire(int64_t bytes, std::string* why) override;
+  // Whether the device may still use `window`.
+  bool busy(const Window& window);
   void release(const Window& window) override;  // nothing on the device uses it any more
   std::byte* address(const Window& window) override;
   std::optional<int64_t> offset_of(const void* pointer, int64_t bytes) override;
@@ -82,6 +87,10 @@ class DeviceArena : public Arena {
     std::shared_ptr<void> owner;
   };
   static void drop(Pending& pending);
+  // With the lock held: the latest use of the window that may not be over, as a place in pending_; -1: none.
+  int64_t last_use(const Window& window) const;
+  // With the lock held: where in a free range `bytes` can begin, so that they do not reach into a use without need.
+  std::vector<int64_t> places(const Range& free, int64_t segment, int64_t bytes) const;
   const Segment* segment_of(int64_t offset, int64_t bytes) const;  // with the lock held
   void collect_finished();                                         // with the lock held
 

@@ -44,8 +44,7 @@ class IntoGroupMemory(Even):
 
     def __init__(self, place: Place, numel: int) -> None:
         super().__init__(place, numel)
-        device = torch.device("cuda", torch.cuda.current_device()) if place.device == "cuda" else torch.device("cpu")
-        self.out = place.backend.allocate_tensor(self.source_numel, dtype=torch.bfloat16, device=device)
+        self.out = place.backend.allocate_tensor(self.source_numel, dtype=torch.bfloat16, device=place.own_device)
 
 
 HEADS, DIM = 4, 128  # of a rank: rows of 1 KiB
@@ -66,8 +65,8 @@ class Ulysses(Call):
 
     @staticmethod
     def _of_the_group(place: Place, *shape: int) -> torch.Tensor:
-        device = torch.device("cuda", torch.cuda.current_device()) if place.device == "cuda" else torch.device("cpu")
-        return place.backend.allocate_tensor(math.prod(shape), dtype=torch.bfloat16, device=device).view(shape)
+        numel = math.prod(shape)
+        return place.backend.allocate_tensor(numel, dtype=torch.bfloat16, device=place.own_device).view(shape)
 
     def fill(self, source: torch.Tensor) -> None:
         self.source.copy_(source.view(self.source.shape))

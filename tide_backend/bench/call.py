@@ -24,12 +24,16 @@ class Place:
     def backend(self) -> Any:
         return self.group._get_backend(torch.device(self.device))
 
+    @property
+    def own_device(self) -> torch.device:
+        """`device` with its index: the current one."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
     def slot(self, nbytes: int) -> torch.Tensor | None:
         """uint8[nbytes] in tide's arena, if it has the room. Every rank asks at once."""
         if self.device == "cpu":
             return self.backend.slot(nbytes)[0]
-        device = torch.device("cuda", torch.cuda.current_device())
-        return self.backend.slot(nbytes, str(device), torch.cuda.current_stream().cuda_stream)[0]
+        return self.backend.slot(nbytes, str(self.own_device), torch.cuda.current_stream().cuda_stream)[0]
 
 
 class Call(ABC):

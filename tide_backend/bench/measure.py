@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from . import all_gather, all_to_all, reduce_scatter
 from .call import Call, Pair, Place
-from .data import random_bf16
+from .data import sources_of_all
 from .settings import Settings
 
 PAIRS = {
@@ -70,10 +70,10 @@ def measure(pair: Pair, settings: Settings, seed: int) -> dict[str, Any]:
 def check(pair: Pair, seed: int) -> tuple[dict[str, int], dict[str, str]]:
     """Wrong elements on this rank after one call on fresh data, and the path of that call."""
     place = pair.tide.place
-    sources = [random_bf16(seed, rank, pair.tide.source_numel) for rank in range(place.world)]
+    sources = sources_of_all(place, seed, pair.tide.source_numel)
     wrong, paths = {}, {}
     for side, call in {"tide": pair.tide, "stock": pair.stock}.items():
-        call.fill(sources[place.rank].to(place.device))
+        call.fill(sources[place.rank])
         dist.barrier()
         paths[side] = call.noted_run()
         synchronize(place.device)

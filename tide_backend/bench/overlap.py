@@ -18,7 +18,7 @@ import tide_backend
 from . import all_gather, all_to_all, reduce_scatter, sm_time
 from .beside import Measure, OnGpu, on_cpu
 from .call import Call, Pair, Place
-from .data import random_bf16
+from .data import sources_of_all
 from .gemm import Gemm
 from .launch import launch
 from .layouts import shard_numels
@@ -26,7 +26,7 @@ from .measure import connect, synchronize
 from .settings import Settings
 
 ITEM = 2  # bytes of bfloat16
-TIMEOUT = timedelta(seconds=300)  # of a collective; the ranks also make and check data on the host meanwhile
+TIMEOUT = timedelta(seconds=300)  # of a collective; the ranks also make and check data meanwhile
 ROW_DEADLINE_S = 900.0
 SPAN_S = {"cuda": 0.02, "cpu": 0.05}  # of one measurement at least, when nothing is slowed down
 MOST_CALLS = {"cuda": 200, "cpu": 30}  # of a collective in one measurement
@@ -90,8 +90,7 @@ def sample(pair: Pair, settings: Settings, gemm: Gemm, measure: Measure, seed: i
             seen[key].append(turns[key]())
     result = {k: getattr(pair, k) for k in ("name", "size", "count", "dtype", "redop")}
     result["gemm"] = [s.gemm for s in seen["gemm", "alone"]]
-    world = pair.tide.place.world
-    sources = [random_bf16(seed, rank, pair.tide.source_numel) for rank in range(world)]
+    sources = sources_of_all(pair.tide.place, seed, pair.tide.source_numel)
     for side, call in pairs.items():
         beside, alone = seen[side, "beside"], seen[side, "alone"]
         wrong, path = check(call, turns[side, "beside"], sources)
@@ -135,7 +134,7 @@ def slowest(seconds: float | None) -> float:
 def check(call: Call, beside: Callable[[], Any], sources: list[torch.Tensor]) -> tuple[int, str]:
     """Wrong elements of the last of several calls beside GEMMs, on fresh data, and the path they went."""
     place = call.place
-    call.fill(sources[place.rank].to(place.device))
+    call.fill(sources[place.rank])
     path = call.noted_run(beside)
     synchronize(place.device)
     return call.wrong(sources), path

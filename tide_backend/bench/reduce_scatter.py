@@ -26,15 +26,15 @@ def count_wrong(got: torch.Tensor, addends: list[torch.Tensor]) -> int:
     """Elements of `got` that are no fp32 average of the addends, in whatever order they were added.
 
     Adding n numbers in fp32 in any order is off by at most (n - 1) * 2^-24 times the sum of their magnitudes;
-    the division adds one more rounding.
+    the division adds one more rounding. On the device of the addends.
     """
-    exact = torch.zeros(got.numel(), dtype=torch.float64)
+    exact = torch.zeros(got.numel(), dtype=torch.float64, device=addends[0].device)
     magnitude = torch.zeros_like(exact)
     for addend in addends:
         exact += addend
         magnitude += addend.abs()
     n = len(addends)
-    off = got.cpu().double().mul_(n).sub_(exact).abs_()
+    off = got.to(exact.device).double().mul_(n).sub_(exact).abs_()
     return int((off > magnitude.mul_(n * 2.0**-24)).sum())
 
 

@@ -91,7 +91,8 @@ def test_profile(run: Callable) -> None:
         if not answer["profiler works"]:
             pytest.skip("the profiler sees no kernels here")
         assert answer["gather"] == []
-        assert answer["gather copies"] == 2, answer  # two parameters to one peer
+        # Two parameters to one peer; a batch of copies (cuMemcpyBatchAsync) to another GPU may show as one record.
+        assert 1 <= answer["gather copies"] <= 2, answer
         assert len(answer["scatter"]) >= 1 and all("accumulate" in n for n in answer["scatter"]), answer["scatter"]
 
 

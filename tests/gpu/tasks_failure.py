@@ -23,10 +23,9 @@ def gather(rank: int, device: torch.device) -> None:
 
 
 def setup(rank: int, world: int, port: int) -> torch.device:
-    device = enter(rank)
-    dist.init_process_group(
-        "tide", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=8)
-    )
+    device, timeout = enter(rank), timedelta(seconds=8)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("tide", store=store, rank=rank, world_size=world, timeout=timeout)
     gather(rank, device)
     barrier(device)
     return device

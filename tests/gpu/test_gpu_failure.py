@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from test_gpu_collectives import needs_kernels
 
 pytestmark = pytest.mark.gpu
@@ -21,13 +21,12 @@ HERE = Path(__file__).resolve().parent
 
 def launch(case: str, seconds: float, **env: str) -> tuple[int, str]:
     """Exit status of rank 0 and what it said."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # The store lives here: a port that was free a moment ago may be another test process's by the time a rank listens.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "tasks_failure.py"), case, str(rank), "2", str(port)],
+            [sys.executable, str(HERE / "tasks_failure.py"), case, str(rank), "2", str(store.port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,7 +1,7 @@
 """GPU tests: real ranks on the GPUs that are there, several to a GPU where there are fewer of them.
 
-`ci/gpu.sh` sets what ranks that share a GPU need. Every test has a deadline of its own, and all of them together a
-budget, after which the rest fail instead of holding the machine.
+`ci/gpu.sh` sets what ranks that share a GPU need. Every test has a deadline of its own, and all tests of one pytest
+process together a budget, after which the rest fail instead of holding the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def deadline() -> Callable[[float], float]:
     def limit(wanted: float) -> float:
         left = remaining()
         if left < 5:
-            pytest.fail(f"the budget of {BUDGET_S:.0f} s for all GPU tests is spent")
+            pytest.fail(f"the budget of {BUDGET_S:.0f} s for the GPU tests of this process is spent")
         return min(wanted, left)
 
     return limit

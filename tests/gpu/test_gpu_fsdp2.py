@@ -73,6 +73,7 @@ def test_unsharded_parameters_outlive_their_group(run: Callable) -> None:
         assert answer == {"shape": (101, 256), "finite": True, "same": True, "output": True}
 
 
+@pytest.mark.alone
 def test_groups_made_again_do_not_pile_up(run: Callable) -> None:
     needs_kernels()
     for used in run(2, tasks.again_and_again, 4):

@@ -1,5 +1,7 @@
 #include "shm_transport.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -23,12 +25,26 @@ using std::chrono::milliseconds;
 
 // How often a waiting rank looks up: for the caller's interrupt, dead peers and the deadline.
 constexpr milliseconds kTick{100};
+// Looks at what is awaited before a rank sleeps: a few, between which others may run; and more in a row where every rank
+// has a core to itself, because waking up takes longer than most ranks are late.
 constexpr int kChecksBeforeSleep = 4;
+constexpr std::chrono::microseconds kSpin{50};
+
+// How long a rank of `world` on this machine looks without a pause.
+Clock::duration spinning(int world) {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0 || CPU_COUNT(&cores) < 2 * world) return Clock::duration::zero();
+  return kSpin;
+}
 
 class ShmTransport : public Transport, public SharedTables {
  public:
   ShmTransport(const Speaker& who, Segment table, std::shared_ptr<ShmArena> arena, std::vector<Peer> peers)
-      : who_(who), own_memory_(std::move(table)), arena_(std::move(arena)), peers_(std::move(peers)) {
+      : who_(who),
+        spin_(spinning(who.world)),
+        own_memory_(std::move(table)),
+        arena_(std::move(arena)),
+        peers_(std::move(peers)) {
     for (int rank = 0; rank < who_.world; ++rank) {
       const Segment& memory = rank == who_.rank ? own_memory_ : peers_[index(rank)].table;
       tables_.emplace_back(memory.data(), who_.world);
@@ -92,6 +108,7 @@ class ShmTransport : public Transport, public SharedTables {
   std::string timeout_text(Clock::duration waited, const std::vector<int>& missing, Goal goal) const;
 
   const Speaker who_;
+  const Clock::duration spin_;
   const ForkGuard guard_;
   const Segment own_memory_;
   const std::shared_ptr<ShmArena> arena_;
@@ -213,11 +230,14 @@ void ShmTransport::await(std::vector<int> missing, const Wait& wait, Arrived arr
     missing.erase(std::remove_if(missing.begin(), missing.end(), arrived), missing.end());
     return missing.empty();
   };
+  const auto start = Clock::now();
+  while (Clock::now() - start < spin_) {
+    if (look()) return;
+  }
   for (int i = 0; i < kChecksBeforeSleep; ++i) {
     if (look()) return;
     std::this_thread::yield();
   }
-  const auto start = Clock::now();
   auto next_tick = start + kTick;
   for (;;) {
     // Asleep, this rank hears the bell of one missing rank only; the others' changes are seen when it rings.

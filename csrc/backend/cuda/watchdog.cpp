@@ -77,9 +77,10 @@ void Watchdog::begin(Channel channel, uint64_t sequence, Clock::time_point deadl
 void Watchdog::watch(Channel channel, uint64_t sequence, Event event, Clock::time_point deadline) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (Entry& entry : entries_) {
-      if (entry.channel != channel || entry.sequence != sequence || entry.event) continue;
-      entry.event = event;
+    // From the newest: hundreds of short calls may have been given to the device since the last look.
+    for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry) {
+      if (entry->channel != channel || entry->sequence != sequence || entry->event) continue;
+      entry->event = event;
       return;
     }
   }

@@ -110,8 +110,8 @@ class TideBackend : public c10d::Backend {
   // (collective at the first call); nothing when there is no shared memory or no memory (`reason` says which).
   // CUDA: collective at every call, with the same size on every rank; `current_stream` is the caller's, `group` says
   // whose parameters the slot is for.
-  std::optional<at::Tensor> slot(int64_t bytes, at::Device device, void* current_stream,
-                                 cuda::ParameterGroup group, std::string* reason);
+  std::optional<at::Tensor> slot(int64_t bytes, at::Device device, void* current_stream, cuda::ParameterGroup group,
+                                 std::string* reason);
   bool in_arena(const at::Tensor& tensor);
   // (whether tide carries this device's calls, why not); connect() makes the group's shared memory first.
   std::pair<bool, std::string> connect(at::Device device);

@@ -207,8 +207,9 @@ c10::Event CudaSide::after(Channel channel) {
   return done;
 }
 
-std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, cuda::ParameterGroup group, std::chrono::milliseconds timeout,
-                                         const std::function<void()>& interrupted, std::string* reason) {
+std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, cuda::ParameterGroup group,
+                                         std::chrono::milliseconds timeout, const std::function<void()>& interrupted,
+                                         std::string* reason) {
   if (!connect()) {
     *reason = engine_->shared_memory().second;
     return std::nullopt;

@@ -48,8 +48,9 @@ class CudaSide {
   }
 
   // Collective at every call.
-  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, cuda::ParameterGroup group, std::chrono::milliseconds timeout,
-                                 const std::function<void()>& interrupted, std::string* reason);
+  std::optional<at::Tensor> slot(int64_t bytes, void* current_stream, cuda::ParameterGroup group,
+                                 std::chrono::milliseconds timeout, const std::function<void()>& interrupted,
+                                 std::string* reason);
   void shutdown() { engine_->shutdown(); }
   // The caller gives the group up: waits on the device end, and what they guarded is garbage.
   void abort(const std::string& reason);

@@ -25,8 +25,8 @@ using std::chrono::milliseconds;
 
 // How often a waiting rank looks up: for the caller's interrupt, dead peers and the deadline.
 constexpr milliseconds kTick{100};
-// Looks at what is awaited before a rank sleeps: a few, between which others may run; and more in a row where every rank
-// has a core to itself, because waking up takes longer than most ranks are late.
+// Looks at what is awaited before a rank sleeps: a few, between which others may run; and more in a row where every
+// rank has a core to itself, because waking up takes longer than most ranks are late.
 constexpr int kChecksBeforeSleep = 4;
 constexpr std::chrono::microseconds kSpin{50};
 

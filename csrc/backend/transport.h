@@ -33,6 +33,10 @@ struct Wait {
 struct Window {
   int64_t offset = 0;
   int64_t bytes = 0;
+
+  bool overlaps(const Window& other) const {
+    return offset < other.offset + other.bytes && other.offset < offset + bytes;
+  }
 };
 
 // Whether one write can reach the same bytes of every rank's segment; the same on every rank.

@@ -178,7 +178,8 @@ Layers run_layers(CudaRank& me, int count, int64_t numel) {
     me.run(me.all_gather(layout, reinterpret_cast<std::byte*>(words), nullptr));
     FakeDriver::launch(me.caller(), [=] {
       std::this_thread::sleep_for(100ms);
-      for (int64_t i = 0; i < 2 * numel; ++i) *wrong += words[i] != value(static_cast<int>(i / numel), i % numel, layer);
+      for (int64_t i = 0; i < 2 * numel; ++i)
+        *wrong += words[i] != value(static_cast<int>(i / numel), i % numel, layer);
       *computed = layer;
     });
     me.release(*window);
@@ -204,9 +205,8 @@ void slots_take_turns() {
         check(layers.offsets[i] == layers.offsets[i - 2] && layers.offsets[i] != layers.offsets[i - 1], "by turns");
       }
       check(arena.bytes_committed() == before + 2 * (2 << 20), "two slots");
-      // With nothing under way one is enough, and the lower of two is as good as the other.
       const Window lowest = me.slot(1 << 20);
-      check(lowest.offset == std::min(layers.offsets[0], layers.offsets[1]), "the lowest of those at rest");
+      check(lowest.offset == std::min(layers.offsets[0], layers.offsets[1]), "not by turns: anything else");
       me.release(lowest);
       const Layers small = run_layers(me, 5, 30000);
       check(small.wrong == 0, std::to_string(small.wrong) + " elements are wrong");

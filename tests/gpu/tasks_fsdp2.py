@@ -161,6 +161,31 @@ def kernels_of_a_step(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def slots_of_layers(rank: int, world: int) -> dict[str, Any]:
+    """Addresses of the blocks' weights in a forward, each behind a pause of the device."""
+    device = enter(rank)
+    slots: list[int] = []
+
+    def note(block: nn.Module, *_: object) -> None:
+        slots.append(block.gate.weight.data_ptr())
+        torch.cuda._sleep(BUSY // 10)
+
+    with own_group(device) as group:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = sharded_on(mesh_of(group, device, "shard"), device, None, policy, layers=6)
+        for block in model.blocks:
+            block.register_forward_pre_hook(note)
+        x = torch.randn(2, 48, 37, device=device)
+        model(x).float().sum().backward()
+        barrier(device)
+        slots.clear()
+        loss = model(x).float().sum()
+        busy = not torch.cuda.current_stream(device).query()
+        loss.backward()
+        barrier(device)
+    return {"slots": slots, "busy": busy}
+
+
 def unsharded_outlives_group(rank: int, world: int) -> dict[str, Any]:
     """A root that stays unsharded after a no-grad forward reads the arena when its group is gone."""
     device = enter(rank)

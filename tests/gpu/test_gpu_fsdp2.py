@@ -68,6 +68,15 @@ def test_no_copies_and_only_the_kernels_that_are_meant(run: Callable) -> None:
         assert own and all("accumulate_kernel" in n or "cast_kernel" in n for n in own), own
 
 
+def test_slots_take_turns(run: Callable) -> None:
+    """Layer by layer while the device is behind, as in training: each gather may run beside the compute before it."""
+    for answer in run(2, tasks.slots_of_layers):
+        first, second = answer["slots"][:2]
+        assert first != second
+        assert answer["slots"] == [first, second] * 3
+        assert answer["busy"], "the device was not behind the host"
+
+
 def test_unsharded_parameters_outlive_their_group(run: Callable) -> None:
     for answer in run(2, tasks.unsharded_outlives_group):
         assert answer == {"shape": (101, 256), "finite": True, "same": True, "output": True}

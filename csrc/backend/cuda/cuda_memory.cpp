@@ -65,34 +65,33 @@ bool CudaTransport::ask_together(const std::string& what, bool grow, const Wait&
   return any;
 }
 
-// Whether a gather into `window` would wait for the compute that it shall overlap, that of the parameters gathered last.
-bool CudaTransport::holds_up(const Window& window, ParameterGroup group) {
+// Whether the parameters of `group` would take the place of those that another group gathered last. Then the gather can
+// not overlap the compute of that group.
+bool CudaTransport::follows_in_place(const Window& window, ParameterGroup group) const {
   const auto& last = last_parameters_;
-  if (group == kNoParameters || last.group == kNoParameters || group == last.group) return false;
-  const bool same = window.offset < last.window.offset + last.window.bytes &&
-                    last.window.offset < window.offset + window.bytes;
-  return same && arena_->busy(window);
+  return group != kNoParameters && last.group != kNoParameters && group != last.group && window.overlaps(last.window);
 }
 
 std::optional<Window> CudaTransport::slot(int64_t bytes, ParameterGroup group, Stream stream, const Wait& wait,
                                           std::string* why) {
-  auto window = arena_->acquire(bytes, why);
-  std::optional<Window> busy;
-  if (window && !one_slot_ && holds_up(*window, group)) busy.swap(window);
+  bool alone = false;
+  auto window = arena_->acquire(bytes, group == kNoParameters ? 0 : turns_++, &alone, why);
+  alone = alone && window && !one_slot_ && follows_in_place(*window, group);
   // Reshard is rank-local, so free lists may differ: one rank's need makes all grow, in the same call on all.
   std::string problem;
   try {
-    if (ask_together(std::to_string(bytes) + " bytes", !window, wait)) problem = grow(bytes, wait, &window);
+    const bool needs_room = !window || (alone && arena_->busy(*window));
+    if (ask_together(std::to_string(bytes) + " bytes", needs_room, wait)) {
+      std::optional<Window> room;
+      if (window && !alone) room = window;  // has what it needs
+      problem = grow(bytes, wait, &room);
+      if (alone && room) arena_->release(*window);
+      if (alone && !room) keep_one_slot(problem);
+      if (room) window = room;
+    }
   } catch (...) {
     if (window) arena_->release(*window);
-    if (busy) arena_->release(*busy);
     throw;
-  }
-  if (busy && window) {
-    arena_->release(*busy);
-  } else if (busy) {
-    keep_one_slot(problem);
-    window = busy;
   }
   if (!window) {
     *why = problem;

@@ -114,7 +114,7 @@ void CudaTransport::watch(Channel channel, const CallNow& call) {
 }
 
 void CudaTransport::note_use(Channel channel, const Window& window) {
-  arena_->note_use(window, record(stream(channel)));
+  arena_->note_use(window, record(stream(channel)), stream(channel));
 }
 
 // Everything that `later` is given from now on runs behind what `earlier` has been given.

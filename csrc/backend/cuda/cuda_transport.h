@@ -127,7 +127,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::string grow(int64_t bytes, const Wait& wait, std::optional<Window>* taken);
   void find_multicast(const Wait& wait);
   void say_no_multicast(const std::string& why);
-  bool holds_up(const Window& window, ParameterGroup group);
+  bool follows_in_place(const Window& window, ParameterGroup group) const;
   void keep_one_slot(const std::string& why);
   void flush(Channel channel);
   void copy_batch(Channel channel, Batch& batch);
@@ -207,6 +207,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
     ParameterGroup group = kNoParameters;
     Window window;
   } last_parameters_;      // the last slot for parameters
+  uint64_t turns_ = 0;     // of such slots
   bool one_slot_ = false;  // there was no memory for a second
   std::atomic<bool> aborted_{false}, closed_{false};
   std::array<std::atomic<bool>, kChannels> broken_watched_{};

@@ -1,5 +1,6 @@
 #include "device_arena.h"
 
+#include <algorithm>
 #include <tuple>
 
 #include "../error.h"
@@ -16,19 +17,6 @@ int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to;
 
 // What is as good a fit as a range of `bytes`: more would break up the room of larger slots.
 int64_t about(int64_t bytes) { return bytes + bytes / 4; }
-
-// Where a window could lie.
-struct Room {
-  int64_t last_use;
-  Window window;
-  Range free;
-  size_t segment;
-
-  bool before(const Room& other) const {
-    return std::tie(last_use, free.bytes, window.offset) <
-           std::tie(other.last_use, other.free.bytes, other.window.offset);
-  }
-};
 
 }  // namespace
 
@@ -144,7 +132,7 @@ Window DeviceArena::commit_pending(int64_t bytes) {
   return taken;
 }
 
-std::optional<Window> DeviceArena::acquire(int64_t bytes, std::string* why) {
+std::optional<Window> DeviceArena::acquire(int64_t bytes, uint64_t turn, bool* alone, std::string* why) {
   bytes = round_up(std::max<int64_t>(bytes, 1), kAlign);
   std::lock_guard<std::mutex> lock(mutex_);
   collect_finished();
@@ -157,42 +145,30 @@ std::optional<Window> DeviceArena::acquire(int64_t bytes, std::string* why) {
     *why = "no free range of " + std::to_string(bytes) + " bytes in " + std::to_string(segments_.size()) + " segments";
     return std::nullopt;
   }
-  Room best{INT64_MAX, {}, {}, 0};
+  struct Room {
+    size_t segment;
+    Range free, wanted;
+  };
+  std::vector<Room> rooms;  // the lowest first
   for (size_t s = 0; s < segments_.size(); ++s) {
     for (const Range& free : segments_[s].ranges.free_ranges(bytes, about(smallest))) {
-      for (int64_t at : places(free, static_cast<int64_t>(s), bytes)) {
-        const Room room{last_use({at, bytes}), {at, bytes}, free, s};
-        if (room.before(best)) best = room;
-      }
+      rooms.push_back({s, free, {free.offset, bytes}});
+      if (free.bytes >= 2 * bytes) rooms.push_back({s, free, {free.offset + bytes, bytes}});
     }
   }
-  segments_[best.segment].ranges.take(best.free, {best.window.offset & kLocalMask, bytes});
-  return best.window;
-}
-
-std::vector<int64_t> DeviceArena::places(const Range& free, int64_t segment, int64_t bytes) const {
-  const int64_t start = (segment << kSegmentShift) + free.offset, last = start + free.bytes - bytes;
-  std::vector<int64_t> result{start};
-  for (const Pending& p : pending_) {
-    const int64_t behind = p.offset + p.bytes;
-    if (behind > start && behind <= last) result.push_back(behind);
-  }
-  return result;
-}
-
-int64_t DeviceArena::last_use(const Window& window) const {
-  int64_t place = 0, last = -1;
-  for (const Pending& p : pending_) {
-    if (p.offset < window.offset + window.bytes && window.offset < p.offset + p.bytes) last = place;
-    ++place;
-  }
-  return last;
+  std::sort(rooms.begin(), rooms.end(), [](const Room& a, const Room& b) {
+    return std::tie(a.segment, a.wanted.offset) < std::tie(b.segment, b.wanted.offset);
+  });
+  if (alone) *alone = rooms.size() == 1;
+  const Room& room = rooms[turn % std::min<size_t>(rooms.size(), 2)];
+  segments_[room.segment].ranges.take(room.free, room.wanted);
+  return Window{(static_cast<int64_t>(room.segment) << kSegmentShift) + room.wanted.offset, bytes};
 }
 
 bool DeviceArena::busy(const Window& window) {
   std::lock_guard<std::mutex> lock(mutex_);
   collect_finished();
-  return last_use(window) >= 0;
+  return std::any_of(pending_.begin(), pending_.end(), [&](const Pending& p) { return p.window.overlaps(window); });
 }
 
 void DeviceArena::release(const Window& window) {
@@ -204,14 +180,23 @@ void DeviceArena::drop(Pending& pending) {
   if (!pending.owner) driver().event_destroy(pending.event);
 }
 
-void DeviceArena::note_use(const Window& window, Event event, std::shared_ptr<void> owner) {
+void DeviceArena::note_use(const Window& window, Event event, Stream stream) {
   std::lock_guard<std::mutex> lock(mutex_);
+  pending_.remove_if([&](Pending& p) {
+    const bool same = p.stream == stream && p.window.offset == window.offset && p.window.bytes == window.bytes;
+    if (same) drop(p);
+    return same;
+  });
   collect_finished();
-  pending_.push_back({window.offset, window.bytes, event, std::move(owner)});
+  pending_.push_back({window, event, stream, nullptr});
 }
 
 void DeviceArena::release_behind(const Window& window, Event event, std::shared_ptr<void> owner) {
-  note_use(window, event, std::move(owner));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    collect_finished();
+    pending_.push_back({window, event, nullptr, std::move(owner)});
+  }
   release(window);
 }
 
@@ -239,9 +224,8 @@ void DeviceArena::collect_finished() {
 void DeviceArena::wait_until_free(const Window& window, Stream stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const Pending& p : pending_) {
-    if (p.offset < window.offset + window.bytes && window.offset < p.offset + p.bytes) {
-      check(driver().stream_wait_event(stream, p.event, 0), "cuStreamWaitEvent");
-    }
+    if (p.stream == stream || !p.window.overlaps(window)) continue;  // a stream keeps its own order
+    check(driver().stream_wait_event(stream, p.event, 0), "cuStreamWaitEvent");
   }
 }
 

@@ -3,9 +3,9 @@
 // A segment is one ncclMemAlloc allocation and one window, never one window per parameter. Offsets carry the
 // segment in their upper bits, so an offset published by one rank means the same segment on every other. Growth is
 // collective and therefore explicit (allocate() and what follows it); acquire() never allocates. Freed ranges come back
-// with the event of the stream that last used them; whoever gets such a range waits for it on its own stream. So that
-// the wait is short, ranges of about one size are given out by turns: the next layer's parameters do not wait for the
-// compute of the last one's.
+// with the event of the stream that last used them; whoever gets such a range waits for it on its own stream.
+// Parameters of successive layers take turns in two ranges, so that a layer's gather does not wait for the compute
+// before it.
 #pragma once
 
 #include <list>
@@ -40,8 +40,11 @@ class DeviceArena : public Arena {
   Window commit_pending(int64_t bytes);
   void drop_pending(NcclComm comm);
 
-  // Of the free ranges that fit best, the one whose last use is over or lies back furthest.
-  std::optional<Window> acquire(int64_t bytes, std::string* why) override;
+  std::optional<Window> acquire(int64_t bytes, std::string* why) override { return acquire(bytes, 0, nullptr, why); }
+  // Calls with turns 0, 1, 2, ... get two ranges alternately, where there are two that fit best; `alone` says whether
+  // there is one only. By offsets, not by what is over on the device, so that ranks with the same ranges free choose
+  // the same.
+  std::optional<Window> acquire(int64_t bytes, uint64_t turn, bool* alone, std::string* why);
   // Whether the device may still use `window`.
   bool busy(const Window& window);
   void release(const Window& window) override;  // nothing on the device uses it any more
@@ -53,7 +56,8 @@ class DeviceArena : public Arena {
 
   // `event` is recorded behind the last use of the range. It belongs to `owner`, or to the arena when that is null.
   void release_behind(const Window& window, Event event, std::shared_ptr<void> owner);
-  void note_use(const Window& window, Event event, std::shared_ptr<void> owner = nullptr);
+  // With an event of the arena's own on `stream`, which takes the place of the one before there.
+  void note_use(const Window& window, Event event, Stream stream);
   // Makes `stream` wait for the last use of everything that overlaps `window`.
   void wait_until_free(const Window& window, Stream stream);
 
@@ -82,15 +86,12 @@ class DeviceArena : public Arena {
     RangeAllocator ranges;
   };
   struct Pending {
-    int64_t offset, bytes;
+    Window window;
     Event event;
+    Stream stream;  // null: not known
     std::shared_ptr<void> owner;
   };
   static void drop(Pending& pending);
-  // With the lock held: the latest use of the window that may not be over, as a place in pending_; -1: none.
-  int64_t last_use(const Window& window) const;
-  // With the lock held: where in a free range `bytes` can begin, so that they do not reach into a use without need.
-  std::vector<int64_t> places(const Range& free, int64_t segment, int64_t bytes) const;
   const Segment* segment_of(int64_t offset, int64_t bytes) const;  // with the lock held
   void collect_finished();                                         // with the lock held
 

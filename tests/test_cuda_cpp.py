@@ -74,6 +74,7 @@ PEERS = [
     "stuck_peer_with_multicast",
 ]
 FAILURE = [
+    "aborted_during_a_call",
     "caller_aborts",
     "destroyed_while_stuck",
     "device_lost",

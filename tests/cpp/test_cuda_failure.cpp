@@ -80,6 +80,29 @@ void caller_aborts() {
   });
 }
 
+// A thread is at a call when another gives the group up: its error says which call, why, and what to do.
+void aborted_during_a_call() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    const Raising raising;
+    CudaRank me(rank, 2, directory, raising.settings());
+    raising.watch(me);
+    me.connect();
+    const auto transport = me.transport();
+    transport->exchange(Channel::all_to_all, 1, "", within(20s, "all_to_all #7"));
+    transport->signal(Channel::all_to_all, 1 - rank, Flag::data, 1);
+    transport->abort("enough");
+    const Error error = caught([&] { transport->complete(Channel::all_to_all, 1); });
+    check(error.kind() == ErrorKind::peer, error.what());
+    check(error.what() == "tide[rank " + std::to_string(rank) +
+                              "/2, group \"test\", all_to_all #7]: the group was aborted on this rank while this call "
+                              "was put on its stream; got an aborted group (enough), expected one in use; destroy the "
+                              "group and make a new one",
+          error.what());
+    std::cout.flush();
+    _exit(0);
+  });
+}
+
 // Ctrl-C while a slot is awaited that another rank does not ask for: it ends the wait, and the group.
 void interrupted_slot() {
   run_ranks(2, [](int rank, const std::string& directory) {
@@ -156,11 +179,10 @@ void destroyed_while_stuck() {
   });
 }
 
-const std::map<std::string, void (*)()> kCases{{"caller_aborts", caller_aborts},
-                                               {"destroyed_while_stuck", destroyed_while_stuck},
-                                               {"device_lost", device_lost},
-                                               {"driver_error_in_a_plan", driver_error_in_a_plan},
-                                               {"interrupted_slot", interrupted_slot}};
+const std::map<std::string, void (*)()> kCases{
+    {"aborted_during_a_call", aborted_during_a_call},   {"caller_aborts", caller_aborts},
+    {"destroyed_while_stuck", destroyed_while_stuck},   {"device_lost", device_lost},
+    {"driver_error_in_a_plan", driver_error_in_a_plan}, {"interrupted_slot", interrupted_slot}};
 
 }  // namespace
 }  // namespace tide::test

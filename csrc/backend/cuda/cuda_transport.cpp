@@ -96,6 +96,7 @@ std::vector<std::string> CudaTransport::exchange(Channel channel, uint64_t seque
     calls_[static_cast<size_t>(channel)] = {sequence, wait.deadline, false};
   }
   kernel_copies_[static_cast<size_t>(channel)] = 0;
+  batches_[static_cast<size_t>(channel)].call = wait.call;
   follow(stream(channel), pushing(channel));  // what the caller computed is there, and the call before is over
   return control_->exchange(channel, sequence, mine, wait);
 }
@@ -260,7 +261,7 @@ void CudaTransport::signal(Channel channel, int peer, Flag flag, uint64_t value)
   if (data && batch.all_bytes > kSmallBatch) flush(channel);
 }
 
-void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) {
+void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait&) {
   begin(channel);
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
@@ -270,7 +271,6 @@ void CudaTransport::wait(Channel channel, int peer, Flag flag, uint64_t value, c
   batch.words.push_back({flag == Flag::data ? stream(channel) : pushing(channel),
                          device_word(who_.rank, channel, flag, peer), value, /*wait=*/true});
   batch.only_data = false;
-  batch.call = wait.call;
   if (aborted_) flush(channel);  // which says so
 }
 
@@ -292,14 +292,13 @@ void CudaTransport::give_words(const Batch& batch) {
 
 // Announces a call of the driver that may block. Throws if the group has been aborted.
 void CudaTransport::enter(const std::string& call) {
-  {
-    std::lock_guard<std::mutex> lock(awaited_mutex_);
-    if (!aborted_) {
-      ++entering_;
-      return;
-    }
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  if (aborted_) {
+    fail(ErrorKind::peer, who_, call,
+         "the group was aborted on this rank while this call was put on its stream; got an aborted group (" +
+             abort_reason_ + "), expected one in use; destroy the group and make a new one");
   }
-  fail(ErrorKind::peer, who_, call, "the group was aborted on this rank");
+  ++entering_;
 }
 
 void CudaTransport::leave() {
@@ -369,6 +368,7 @@ void CudaTransport::abort(const std::string& reason) {
   {
     std::lock_guard<std::mutex> lock(awaited_mutex_);
     if (aborted_.exchange(true)) return;
+    abort_reason_ = reason;
   }
   if (auto self = weak_from_this().lock()) keep_for_ever(std::move(self));
   arena_->quarantine();

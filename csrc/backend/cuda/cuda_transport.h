@@ -163,7 +163,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
     ElementType in = ElementType::bytes, out = ElementType::bytes;  // of the additions
     std::vector<AccumulateArgs> additions;
     std::vector<StreamWord> words;
-    std::string call;       // that waits
+    std::string call;       // "all_gather #417", for errors
     bool only_data = true;  // the words say that copies are there: further ones may come before them
     bool copies_nothing() const { return bytes.empty() && strided.empty(); }
     bool empty() const { return copies_nothing() && placements.empty() && additions.empty() && words.empty(); }
@@ -215,6 +215,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   std::atomic<int> entering_{0};  // threads that are putting waits on a stream
   // Guards what follows, and aborted_ turning true; never held across a call of the driver that may block.
   std::mutex awaited_mutex_;
+  std::string abort_reason_;
   std::array<CallNow, kChannels> calls_;
   // The last value that a stream was made to wait for, for diagnose() and release_waits().
   std::map<std::tuple<Channel, Flag, int>, uint64_t> awaited_;

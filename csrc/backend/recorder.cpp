@@ -66,7 +66,9 @@ void Recorder::end(uint64_t id, bool failed) {
   call->finished = steady_seconds();
   call->state = failed ? CallState::failed : CallState::done;
   if (failed) return;
-  Totals& t = totals_[{call->op, call->path, call->reason}];
+  auto found = totals_.find(std::tie(call->op, call->path, call->reason));
+  if (found == totals_.end()) found = totals_.emplace(Key{call->op, call->path, call->reason}, Totals{}).first;
+  Totals& t = found->second;
   t.calls += 1;
   t.bytes += call->bytes;
   t.repair_copies += call->repair_copies;
@@ -79,7 +81,7 @@ std::vector<Call> Recorder::recent() const {
   return {ring_.begin(), ring_.end()};
 }
 
-std::map<Recorder::Key, Totals> Recorder::totals() const {
+Recorder::TotalsByKey Recorder::totals() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return totals_;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -49,7 +50,8 @@ class Recorder {
 
   std::vector<Call> recent() const;
   using Key = std::tuple<Channel, Path, std::string>;
-  std::map<Key, Totals> totals() const;
+  using TotalsByKey = std::map<Key, Totals, std::less<>>;  // found by references too: no string is copied per call
+  TotalsByKey totals() const;
   void reset();
 
  private:
@@ -59,7 +61,7 @@ class Recorder {
   size_t capacity_;
   uint64_t next_ = 1;
   std::deque<Call> ring_;
-  std::map<Key, Totals> totals_;
+  TotalsByKey totals_;
 };
 
 double steady_seconds();

@@ -167,10 +167,11 @@ c10::Stream CudaSide::current_stream() const { return tide::current_stream(devic
 void* CudaSide::current_handle() const { return handle(current_stream()); }
 
 bool CudaSide::capturing() {
-  if (!context_) return false;
+  const cuda::Stream stream = handle(current_stream());
+  if (!context_ || !stream) return false;  // CUDA captures no default stream
   enter();
   int capturing = 0;
-  cuda::check(cuda::driver().stream_is_capturing(current_handle(), &capturing), "cuStreamIsCapturing");
+  cuda::check(cuda::driver().stream_is_capturing(stream, &capturing), "cuStreamIsCapturing");
   return capturing != 0;
 }
 

@@ -46,6 +46,10 @@ EngineOptions engine_options(const BackendOptions& options, std::function<void()
            "synchronous, or pass the same dtypes on every rank");
 }
 
+std::string call_name(Channel channel, uint64_t ticket) {
+  return std::string(to_string(channel)) + " #" + std::to_string(ticket);
+}
+
 }  // namespace
 
 TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -72,7 +76,7 @@ TideBackend::TideBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int si
 }
 
 TideBackend::~TideBackend() {
-  if (owner_ == getpid()) {
+  if (!guard_.in_child()) {
     engine_->shutdown();
     return;
   }
@@ -82,7 +86,7 @@ TideBackend::~TideBackend() {
 }
 
 void TideBackend::leave() {
-  if (owner_ == getpid()) engine_->shutdown();
+  if (!guard_.in_child()) engine_->shutdown();
 }
 
 void TideBackend::setTimeout(std::chrono::milliseconds timeout) {
@@ -107,7 +111,7 @@ void TideBackend::abort() {
 }
 
 void TideBackend::shutdown() {
-  if (owner_ != getpid()) return;
+  if (guard_.in_child()) return;
   engine_->shutdown();
   {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
@@ -119,41 +123,40 @@ void TideBackend::shutdown() {
   inner_.clear();
 }
 
-CudaSide* TideBackend::cuda_side(at::Device device) {
+CudaSide* TideBackend::cuda_side(at::Device device, bool nccl_has_it) {
   if (getSize() == 1 || !options_->cuda) return nullptr;
   std::lock_guard<std::mutex> lock(cuda_mutex_);
   if (!cuda_) cuda_ = std::make_unique<CudaSide>(engine_->speaker(), cuda_bootstrap_, *options_, device);
-  if (cuda_->device() != device) {
-    fail(ErrorKind::usage, engine_->speaker(), "",
-         "a group uses one GPU per rank; got a tensor on " + device.str() + ", expected " + cuda_->device().str() +
-             "; move it, or call torch.cuda.set_device first");
-  }
-  return cuda_.get();
+  if (cuda_->device() == device) return cuda_.get();
+  if (nccl_has_it) return nullptr;
+  fail(ErrorKind::usage, engine_->speaker(), "",
+       "a group uses one GPU per rank; got a tensor on " + device.str() + ", expected " + cuda_->device().str() +
+           "; move it, or call torch.cuda.set_device first");
 }
 
-CudaSide* TideBackend::plain_side(at::Device device) {
-  {
-    std::lock_guard<std::mutex> lock(cuda_mutex_);
-    if (cuda_ && cuda_->device() != device) return nullptr;
-  }
-  return cuda_side(device);
-}
-
-c10::intrusive_ptr<c10d::Work> TideBackend::pass_by(Issue issue, const at::Tensor& input, const at::Tensor& output) {
-  const Channel channel = issue.call.request.op;
-  check_process(to_string(channel));
+TideBackend::Left TideBackend::without_side(const at::Tensor& input, const at::Tensor& output) {
   const at::Device device = output.device();
-  std::shared_ptr<Engine> engine = cuda_off_;
+  Engine* engine = cuda_off_.get();
   std::string why = getSize() == 1 ? "one rank" : kCudaOff;
   if (!engine) {
     std::lock_guard<std::mutex> lock(cuda_mutex_);
-    engine = cuda_ ? cuda_->shared_engine() : engine_;
+    engine = cuda_ ? &cuda_->engine() : engine_.get();
     why = "a group uses one GPU per rank; got " + device.str() + ", this one's is " +
           (cuda_ ? cuda_->device().str() : std::string("not known yet"));
   }
   if (!device.is_cuda()) why = "tide carries CPU and CUDA tensors; got one on " + device.str();
   if (input.device() != device) why = "an input on " + input.device().str() + " and an output on " + device.str();
-  return leave_to_inner(*engine, issue, {Path::inner, why});
+  return {engine, std::move(why)};
+}
+
+std::optional<TideBackend::Left> TideBackend::left_to_inner(CudaSide* side, const Request& q, const at::Tensor& input,
+                                                            const at::Tensor& output) {
+  check_process(to_string(q.op));
+  if (!side) return without_side(input, output);
+  if (q.layout) return std::nullopt;
+  Selection early = side->engine().preselect(q, inner_only_reason(*side, q));
+  if (early.path != Path::inner) return std::nullopt;
+  return Left{&side->engine(), std::move(early.reason)};
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> TideBackend::getBackendOptions() {
@@ -161,7 +164,7 @@ c10::intrusive_ptr<c10d::Backend::Options> TideBackend::getBackendOptions() {
 }
 
 void TideBackend::check_process(const char* what) const {
-  if (owner_ == getpid()) return;
+  if (!guard_.in_child()) return;
   fail(ErrorKind::usage, engine_->speaker(), what,
        "called in a forked child; got pid " + std::to_string(getpid()) + ", expected " + std::to_string(owner_) +
            "; call collectives only in the process that made the group, or start workers with spawn");
@@ -240,7 +243,7 @@ at::Tensor TideBackend::repaired_output(at::Tensor& output, Issue& issue, const 
   return temporary;
 }
 
-uint64_t TideBackend::begin_record(Engine& engine, const Issue& issue, uint64_t ticket) {
+uint64_t TideBackend::begin_record(Engine& engine, const Issue& issue, uint64_t ticket, const std::string* why_inner) {
   calls_ += 1;
   Call entry;
   entry.op = issue.call.request.op;
@@ -250,10 +253,15 @@ uint64_t TideBackend::begin_record(Engine& engine, const Issue& issue, uint64_t 
   entry.bytes = issue.bytes;
   entry.repair_copies = issue.repair_copies;
   entry.repair_reason = issue.repair_reason;
+  if (why_inner) {
+    entry.path = Path::inner;
+    entry.reason = *why_inner;
+    entry.state = CallState::running;
+  }
   return engine.recorder().begin(std::move(entry));
 }
 
-c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
+c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue, InnerCall inner) {
   const Channel channel = issue.call.request.op;
   check_process(to_string(channel));
   at::RecordFunction profiled(at::RecordScope::USER_SCOPE);
@@ -262,7 +270,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
 
   Lane& lane = engine_->lane(channel);
   const uint64_t ticket = lane.take_ticket();
-  const std::string name = std::string(to_string(channel)) + " #" + std::to_string(ticket);
+  const std::string name = call_name(channel, ticket);
   issue.call.record_id = begin_record(*engine_, issue, ticket);
 
   const auto timeout = timeout_or_default(issue.timeout);
@@ -321,18 +329,23 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue(Issue issue) {
     work->finish_call(nullptr);
     return work;
   }
-  return call_inner(*engine_, *shared, name, why_inner, !shared->async);
+  return call_inner({engine_.get(), why_inner}, *shared, ticket, [&] {
+    auto made = inner();
+    if (!shared->async) wait_for(made);
+    return made;
+  });
 }
 
-c10::intrusive_ptr<c10d::Work> TideBackend::call_inner(Engine& engine, Issue& issue, const std::string& call,
-                                                       const std::string& why, bool to_the_end) {
+c10::intrusive_ptr<c10d::Work> TideBackend::call_inner(const Left& left, const Issue& issue, uint64_t ticket,
+                                                       InnerCall inner) {
+  Engine& engine = *left.engine;
   note_inner_copies(engine, issue);
+  const auto context = [&] {
+    return engine.speaker().prefix(call_name(issue.call.request.op, ticket)) + "handed to the inner backend (" +
+           left.why + ")";
+  };
   try {
-    auto work = handed_down(engine.speaker(), call, why, [&] {
-      auto made = issue.inner();
-      if (to_the_end) wait_for(made);
-      return made;
-    });
+    auto work = handed_down(context, inner);
     engine.recorder().end(issue.call.record_id, false);
     return work;
   } catch (...) {
@@ -341,33 +354,30 @@ c10::intrusive_ptr<c10d::Work> TideBackend::call_inner(Engine& engine, Issue& is
   }
 }
 
-c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(Engine& engine, Issue& issue, const Selection& why) {
+c10::intrusive_ptr<c10d::Work> TideBackend::leave_to_inner(const Left& left, Issue& issue, InnerCall inner) {
   const Channel channel = issue.call.request.op;
+  at::RecordFunction profiled(at::RecordScope::USER_SCOPE);
+  if (profiled.isActive()) profiled.before(std::string("tide::") + to_string(channel));
+  Engine& engine = *left.engine;
   engine.raise_if_poisoned(to_string(channel));
   // Without waiting for its turn: a call of tide's on another thread may be at it for long.
   const uint64_t ticket = engine.lane(channel).pass();
-  issue.call.record_id = begin_record(engine, issue, ticket);
-  engine.recorder().update(issue.call.record_id, why.path, why.reason);
-  return call_inner(engine, issue, std::string(to_string(channel)) + " #" + std::to_string(ticket), why.reason);
+  issue.call.record_id = begin_record(engine, issue, ticket, &left.why);
+  return call_inner(left, issue, ticket, inner);
 }
 
-c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue issue) {
+c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue issue, InnerCall inner) {
   const Channel channel = issue.call.request.op;
   check_process(to_string(channel));
   at::RecordFunction profiled(at::RecordScope::USER_SCOPE);
   if (profiled.isActive()) profiled.before(std::string("tide::") + to_string(channel));
   c10::DeviceGuard guard(side.device());
   Engine& engine = side.engine();
-  if (!issue.call.request.layout) {
-    const Selection early = engine.preselect(issue.call.request, inner_only_reason(side, issue.call.request));
-    if (early.path == Path::inner) return leave_to_inner(engine, issue, early);
-  }
   side.connect();
   Lane& lane = engine.lane(channel);
   const uint64_t ticket = lane.take_ticket();
   issue.call.record_id = begin_record(engine, issue, ticket);
-  const Wait wait{Clock::now() + timeout_or_default(issue.timeout), interrupted_,
-                  std::string(to_string(channel)) + " #" + std::to_string(ticket)};
+  const Wait wait{Clock::now() + timeout_or_default(issue.timeout), interrupted_, call_name(channel, ticket)};
   Selection selection{Path::inner, ""};
   std::optional<c10::Event> done;
   auto body = [&] {
@@ -380,7 +390,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   };
   lane.run(ticket, body, interrupted_);
   engine.recorder().update(issue.call.record_id, selection.path, selection.reason);
-  if (selection.path == Path::inner) return call_inner(engine, issue, wait.call, selection.reason);
+  if (selection.path == Path::inner) return call_inner({&engine, selection.reason}, issue, ticket, inner);
   engine.recorder().end(issue.call.record_id, false);
   const c10::Stream current = side.current_stream();
   if (!issue.async || issue.after) done->block(current);

@@ -5,6 +5,8 @@
 // every supported version.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <functional>
 #include <map>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -12,6 +14,7 @@
 
 #include "backend_cuda.h"
 #include "engine.h"
+#include "fork_guard.h"
 #include "layout_table.h"
 #include "options.h"
 
@@ -126,11 +129,10 @@ class TideBackend : public c10d::Backend {
   // What one call needs beyond its plan.
   struct Issue {
     CollectiveCall call;
-    std::vector<at::Tensor> hold;                           // everything the call reads or writes
-    std::vector<c10::Storage> memory;                       // of an asynchronous call: what these have while it is made
-    std::vector<at::Tensor> outputs;                        // result of the Work
-    std::function<void()> after;                            // once the data is there (copy back of a repaired output)
-    std::function<c10::intrusive_ptr<c10d::Work>()> inner;  // the same call on the inner backend
+    std::vector<at::Tensor> hold;      // everything the call reads or writes
+    std::vector<c10::Storage> memory;  // of an asynchronous call: what these have while it is made
+    std::vector<at::Tensor> outputs;   // result of the Work
+    std::function<void()> after;       // once the data is there (copy back of a repaired output)
     c10d::OpType op = c10d::OpType::UNKNOWN;
     bool async = false;
     std::chrono::milliseconds timeout{0};
@@ -150,28 +152,39 @@ class TideBackend : public c10d::Backend {
   struct Exchanged {
     at::Tensor input, output;
   };
-  c10::intrusive_ptr<c10d::Work> issue(Issue issue);
-  c10::intrusive_ptr<c10d::Work> issue_cuda(CudaSide& side, Issue issue);
+  // The same call on the inner backend. It is made before the collective's own method returns, or never.
+  using InnerCall = c10::function_ref<c10::intrusive_ptr<c10d::Work>()>;
+  // A call is the inner backend's: who records it, and why.
+  struct Left {
+    Engine* engine;
+    std::string why;
+  };
+  c10::intrusive_ptr<c10d::Work> issue(Issue issue, InnerCall inner);
+  c10::intrusive_ptr<c10d::Work> issue_cuda(CudaSide& side, Issue issue, InnerCall inner);
   // Why a call without a layout has to be nccl's, for reasons that a right program gives all ranks alike; "" when none.
   std::string inner_only_reason(CudaSide& side, const Request& q);
   void refuse_coalesced_packing(Channel op);
-  // The recorded `call` on the inner backend, and over when it returns where `to_the_end`. Its errors say whose they
-  // are.
-  c10::intrusive_ptr<c10d::Work> call_inner(Engine& engine, Issue& issue, const std::string& call,
-                                            const std::string& why, bool to_the_end = false);
-  // Notes that the call is the inner backend's, and makes it there.
-  c10::intrusive_ptr<c10d::Work> leave_to_inner(Engine& engine, Issue& issue, const Selection& why);
-  uint64_t begin_record(Engine& engine, const Issue& issue, uint64_t ticket);
-  // The CUDA half for tensors on `device`; null when tide does not carry its calls in this group.
-  CudaSide* cuda_side(at::Device device);
-  // The same for calls that nccl takes as well: also null on another GPU than the group's, an error otherwise.
-  CudaSide* plain_side(at::Device device);
-  // Makes a call on tensors that are not all CPU tensors, and for which there is no CudaSide, on the inner backend.
-  c10::intrusive_ptr<c10d::Work> pass_by(Issue issue, const at::Tensor& input, const at::Tensor& output);
+  // Whether a call on tensors that are not all CPU tensors is the inner backend's before anything is done about them:
+  // it has no CudaSide, or it has no layout and is one that nccl should have.
+  std::optional<Left> left_to_inner(CudaSide* side, const Request& q, const at::Tensor& input,
+                                    const at::Tensor& output);
+  Left without_side(const at::Tensor& input, const at::Tensor& output);
+  // Records such a call, and makes it.
+  c10::intrusive_ptr<c10d::Work> leave_to_inner(const Left& left, Issue& issue, InnerCall inner);
+  // The recorded call on the inner backend. Its errors say whose they are.
+  static c10::intrusive_ptr<c10d::Work> call_inner(const Left& left, const Issue& issue, uint64_t ticket,
+                                                   InnerCall inner);
+  // `why_inner`: of a call that is known to be the inner backend's.
+  uint64_t begin_record(Engine& engine, const Issue& issue, uint64_t ticket, const std::string* why_inner = nullptr);
+  // The CUDA half for tensors on `device`; null when tide does not carry its calls in this group. On another GPU than
+  // the group's: null for a call that nccl takes as well, an error otherwise.
+  CudaSide* cuda_side(at::Device device, bool nccl_has_it = false);
   Request request(Channel op, const at::Tensor& input, const at::Tensor& output) const;
   at::Tensor repaired(const at::Tensor& tensor, Issue& issue, const std::string& why = "not contiguous") const;
   at::Tensor repaired_output(at::Tensor& output, Issue& issue, const std::string& why = "not contiguous") const;
-  // Fills in buffers, forms and holds of an all-to-all. In backend_strided.cpp, as the next two.
+  // Whether an all-to-all by the inner backend takes both as they lie. In backend_strided.cpp, as the next three.
+  static bool nothing_to_copy(const at::Tensor& input, const at::Tensor& output);
+  // Fills in buffers, forms and holds of an all-to-all.
   Exchanged lay_out(const at::Tensor& input, at::Tensor& output, Device device, Issue& issue);
   static void note_inner_copies(Engine& engine, const Issue& issue);
   // The all-to-all by the inner backend, with copies of what is not contiguous. Over when it returns where the output
@@ -211,7 +224,8 @@ class TideBackend : public c10d::Backend {
   std::unique_ptr<CudaSide> cuda_;
   std::shared_ptr<Engine> cuda_off_;  // records CUDA calls in groups whose calls tide never carries; else null
   std::atomic<uint64_t> calls_{0};
-  pid_t owner_;
+  const ForkGuard guard_;
+  const pid_t owner_;
 };
 
 // The calls with a layout, done by the inner backend with packing and unpacking around it, for groups that cannot

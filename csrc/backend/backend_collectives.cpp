@@ -28,31 +28,15 @@ std::string shape(const at::Tensor& t) {
 c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                             const c10d::AllgatherOptions& opts) {
   auto applied = LayoutTable::global().take(output);
-  CudaSide* side = nullptr;
-  if (!output.is_cpu() || !input.is_cpu()) {
-    if (output.is_cuda() && input.is_cuda()) side = applied ? cuda_side(output.device()) : plain_side(output.device());
-    if (!side) {
-      Issue left;
-      left.call.request = request(Channel::all_gather, input, output);
-      left.bytes = static_cast<int64_t>(output.nbytes());
-      if (applied) left.label = applied->label;
-      left.inner = [&] {
-        if (applied) refuse_coalesced_packing(Channel::all_gather);
-        c10d::Backend& backend = *inner(output.device().type());
-        return applied ? gather_by_packing(backend, output, input, *applied, opts)
-                       : backend._allgather_base(output, input, opts);
-      };
-      return pass_by(std::move(left), input, output);
-    }
-  }
-  Issue issue;
-  issue.op = c10d::OpType::_ALLGATHER_BASE;
-  issue.async = opts.asyncOp;
-  issue.timeout = opts.timeout;
-  issue.outputs = {output};
+  const auto by_inner = [&] {
+    if (applied && !output.is_cpu()) refuse_coalesced_packing(Channel::all_gather);
+    c10d::Backend& backend = *inner(output.device().type());
+    return applied ? gather_by_packing(backend, output, input, *applied, opts)
+                   : backend._allgather_base(output, input, opts);
+  };
+  Issue issue{{request(Channel::all_gather, input, output)}};
   issue.bytes = static_cast<int64_t>(output.nbytes());
   Request& q = issue.call.request;
-  q = request(Channel::all_gather, input, output);
   q.numel = input.numel();
   int64_t expected = q.numel * q.world;
   if (applied) {
@@ -61,6 +45,15 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
     issue.label = applied->label;
     expected = q.layout->total_gathered_numel();
   }
+  CudaSide* side = nullptr;
+  if (!output.is_cpu() || !input.is_cpu()) {
+    if (output.is_cuda() && input.is_cuda()) side = cuda_side(output.device(), /*nccl_has_it=*/!applied);
+    if (const auto left = left_to_inner(side, q, input, output)) return leave_to_inner(*left, issue, by_inner);
+  }
+  issue.op = c10d::OpType::_ALLGATHER_BASE;
+  issue.async = opts.asyncOp;
+  issue.timeout = opts.timeout;
+  issue.outputs = {output};
   if (input.scalar_type() != output.scalar_type()) {
     issue.call.problem = "input and output differ in dtype; got " + shape(input) + " and " + shape(output) +
                          ", expected the same; convert one of them";
@@ -88,13 +81,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_allgather_base(at::Tensor& output, 
     issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
   }
-  issue.inner = [this, output, input, applied, opts]() mutable {
-    auto& backend = *inner(output.device().type());
-    if (applied) return gather_by_packing(backend, output, input, *applied, opts);
-    return backend._allgather_base(output, input, opts);
-  };
-  if (side) return issue_cuda(*side, std::move(issue));
-  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
+  if (side) return issue_cuda(*side, std::move(issue), by_inner);
+  return noted(c10::DeviceType::CPU, this->issue(std::move(issue), by_inner));
 }
 
 namespace {
@@ -160,39 +148,24 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   auto applied = LayoutTable::global().take(input);
   const at::Tensor& sample = applied && !applied->tensors.empty() ? widest(applied->tensors, output) : input;
   const auto [op, scale] = reduction(opts.reduceOp, getSize(), at::isIntegralType(sample.scalar_type(), true));
-  CudaSide* side = nullptr;
-  if (!output.is_cpu() || !input.is_cpu()) {
-    // One type in and out is nccl's as well.
-    const bool plain = !applied && input.scalar_type() == output.scalar_type();
-    if (output.is_cuda() && input.is_cuda()) side = plain ? plain_side(output.device()) : cuda_side(output.device());
-    if (!side) {
-      Issue left;
-      left.call.request = request(Channel::reduce_scatter, sample, output);
-      left.bytes = output.numel() * getSize() * static_cast<int64_t>(sample.element_size());
-      if (applied) left.label = applied->label;
-      left.inner = [&, scale = scale] {
-        if (!plain) refuse_coalesced_packing(Channel::reduce_scatter);
-        c10d::Backend& backend = *inner(output.device().type());
-        return plain ? backend._reduce_scatter_base(output, input, opts)
-                     : scatter_by_packing(backend, output, input, applied, scale, opts);
-      };
-      return pass_by(std::move(left), input, output);
-    }
-  }
-  Issue issue;
-  issue.op = c10d::OpType::_REDUCE_SCATTER_BASE;
-  issue.async = opts.asyncOp;
-  issue.timeout = opts.timeout;
-  issue.outputs = {output};
+  const bool one_type = input.scalar_type() == output.scalar_type();
+  const auto by_inner = [&, op = op, scale = scale] {
+    // gloo has no AVG and no PREMUL_SUM; nccl has.
+    const bool scaled = scale != 1.0 && output.is_cpu();
+    const bool packed = applied || (op == Reduction::sum && (scaled || !one_type));
+    if (packed && !output.is_cpu()) refuse_coalesced_packing(Channel::reduce_scatter);
+    c10d::Backend& backend = *inner(output.device().type());
+    return packed ? scatter_by_packing(backend, output, input, applied, scale, opts)
+                  : backend._reduce_scatter_base(output, input, opts);
+  };
+  Issue issue{{request(Channel::reduce_scatter, sample, output)}};
   Request& q = issue.call.request;
-  q = request(Channel::reduce_scatter, sample, output);
   q.numel = output.numel();
   q.in_type = element_type(sample.scalar_type());
   q.out_type = element_type(output.scalar_type());
   q.reduction = op;
   q.scale = scale;
   issue.bytes = q.numel * q.world * q.itemsize;
-  std::string& problem = issue.call.problem;
   int64_t expected = q.numel * q.world;
   if (applied) {
     q.layout = applied->layout;
@@ -201,6 +174,16 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
     if (!applied->separate) expected = q.layout->total_gathered_numel();
     if (applied->separate) q.scalar_type = static_cast<int>(output.scalar_type());
   }
+  CudaSide* side = nullptr;
+  if (!output.is_cpu() || !input.is_cpu()) {
+    if (output.is_cuda() && input.is_cuda()) side = cuda_side(output.device(), /*nccl_has_it=*/!applied && one_type);
+    if (const auto left = left_to_inner(side, q, input, output)) return leave_to_inner(*left, issue, by_inner);
+  }
+  issue.op = c10d::OpType::_REDUCE_SCATTER_BASE;
+  issue.async = opts.asyncOp;
+  issue.timeout = opts.timeout;
+  issue.outputs = {output};
+  std::string& problem = issue.call.problem;
   const bool widening = widens(sample, output);
   if (sample.scalar_type() != output.scalar_type() && !widening) {
     problem = "input and output differ in dtype; got " + shape(sample) + " and " + shape(output) +
@@ -254,17 +237,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
     issue.call.buffers.output = static_cast<std::byte*>(out.mutable_data_ptr());
     issue.call.output_bytes = static_cast<int64_t>(out.nbytes());
   }
-  issue.inner = [this, output, input, applied, opts, scale = scale, sum = op == Reduction::sum]() mutable {
-    auto& backend = *inner(output.device().type());
-    // gloo has no AVG and no PREMUL_SUM; nccl has.
-    const bool scaled = scale != 1.0 && output.is_cpu();
-    if (applied || (sum && (scaled || input.scalar_type() != output.scalar_type()))) {
-      return scatter_by_packing(backend, output, input, applied, scale, opts);
-    }
-    return backend._reduce_scatter_base(output, input, opts);
-  };
-  if (side) return issue_cuda(*side, std::move(issue));
-  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
+  if (side) return issue_cuda(*side, std::move(issue), by_inner);
+  return noted(c10::DeviceType::CPU, this->issue(std::move(issue), by_inner));
 }
 
 namespace {
@@ -313,26 +287,23 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
                                                           std::vector<int64_t>& out_splits,
                                                           std::vector<int64_t>& in_splits,
                                                           const c10d::AllToAllOptions& opts) {
+  Exchanged used{input, output};
+  const auto by_inner = [&] { return exchange_inside(used, output, out_splits, in_splits, opts); };
+  Issue issue{{request(Channel::all_to_all, input, output)}};
+  issue.bytes = static_cast<int64_t>(input.nbytes());
+  Request& q = issue.call.request;
+  q.numel = input.numel();
   CudaSide* side = nullptr;
+  std::optional<Left> left;
   if (!output.is_cpu() || !input.is_cpu()) {
-    side = output.is_cuda() && input.is_cuda() ? plain_side(output.device()) : nullptr;
-    if (!side) {
-      Issue left;
-      left.call.request = request(Channel::all_to_all, input, output);
-      left.bytes = static_cast<int64_t>(input.nbytes());
-      left.inner = [&] { return exchange_inside({input, output}, output, out_splits, in_splits, opts); };
-      return pass_by(std::move(left), input, output);
-    }
+    if (output.is_cuda() && input.is_cuda()) side = cuda_side(output.device(), /*nccl_has_it=*/true);
+    left = left_to_inner(side, q, input, output);
+    if (left && (!side || nothing_to_copy(input, output))) return leave_to_inner(*left, issue, by_inner);
   }
-  Issue issue;
   issue.op = c10d::OpType::ALLTOALL_BASE;
   issue.async = opts.asyncOp;
   issue.timeout = opts.timeout;
   issue.outputs = {output};
-  issue.bytes = static_cast<int64_t>(input.nbytes());
-  Request& q = issue.call.request;
-  q = request(Channel::all_to_all, input, output);
-  q.numel = input.numel();
   std::string& problem = issue.call.problem;
   q.in_splits = element_splits(input, in_splits, getSize(), "input", problem);
   q.out_splits = element_splits(output, out_splits, getSize(), "output", problem);
@@ -340,13 +311,10 @@ c10::intrusive_ptr<c10d::Work> TideBackend::alltoall_base(at::Tensor& output, at
     problem = "input and output differ in dtype; got " + shape(input) + " and " + shape(output) +
               ", expected the same; convert one of them";
   }
-  Exchanged used{input, output};
   if (problem.empty()) used = lay_out(input, output, side ? Device::cuda : Device::cpu, issue);
-  issue.inner = [this, used, output, out_splits, in_splits, opts] {
-    return exchange_inside(used, output, out_splits, in_splits, opts);
-  };
-  if (side) return issue_cuda(*side, std::move(issue));
-  return noted(c10::DeviceType::CPU, this->issue(std::move(issue)));
+  if (left) return leave_to_inner(*left, issue, by_inner);
+  if (side) return issue_cuda(*side, std::move(issue), by_inner);
+  return noted(c10::DeviceType::CPU, this->issue(std::move(issue), by_inner));
 }
 
 }  // namespace tide

@@ -177,7 +177,7 @@ at::Tensor TideBackend::allocateTensor(long size, at::TensorOptions options) {
   void* stream = nullptr;
   if (!device.is_cpu()) {
     if (device.is_cuda() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
-    CudaSide* side = device.is_cuda() ? plain_side(device) : nullptr;
+    CudaSide* side = device.is_cuda() ? cuda_side(device, /*nccl_has_it=*/true) : nullptr;
     if (!side) return inner(device.type())->allocateTensor(size, options);
     if (side->capturing()) return at::empty({size}, options);
     stream = side->current_handle();

@@ -31,6 +31,10 @@ int64_t reach_bytes(const at::Tensor& t) {
   return (last + 1) * static_cast<int64_t>(t.element_size());
 }
 
+bool TideBackend::nothing_to_copy(const at::Tensor& input, const at::Tensor& output) {
+  return input.is_contiguous() && output.is_contiguous() && !overlap(input, output);
+}
+
 TideBackend::Exchanged TideBackend::lay_out(const at::Tensor& input, at::Tensor& output, Device device, Issue& issue) {
   Request& q = issue.call.request;
   const StridedLimits limits = strided_limits(device);

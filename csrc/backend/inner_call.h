@@ -11,10 +11,9 @@
 
 namespace tide {
 
-// Runs `body`, which calls the inner backend. `call` is as in "all_gather #7", `why` is why it is not tide's.
-template <typename Body>
-auto handed_down(const Speaker& who, const std::string& call, const std::string& why, Body body) -> decltype(body()) {
-  const auto context = [&] { return who.prefix(call) + "handed to the inner backend (" + why + ")"; };
+// Runs `body`, which calls the inner backend. `context` says whose call it is, and is asked after an error only.
+template <typename Context, typename Body>
+auto handed_down(Context context, Body body) -> decltype(body()) {
   try {
     return body();
   } catch (const Error&) {

@@ -396,7 +396,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::issue_cuda(CudaSide& side, Issue iss
   if (!issue.async || issue.after) done->block(current);
   if (issue.after) issue.after();
   c10::intrusive_ptr<c10d::Work> work = c10::make_intrusive<CudaWork>(
-      getRank(), issue.op, std::move(*done), issue.outputs, side.shared_engine(), side.stream(channel));
+      getRank(), issue.op, std::move(*done), issue.outputs, side.shared_engine(), side.device());
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (coalescing_) coalesced_.push_back(work);
   return work;

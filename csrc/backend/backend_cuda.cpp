@@ -236,13 +236,25 @@ std::optional<at::Tensor> CudaSide::slot(int64_t bytes, void* current, cuda::Par
 }
 
 CudaWork::CudaWork(int rank, c10d::OpType op, c10::Event done, std::vector<at::Tensor> outputs,
-                   std::shared_ptr<Engine> engine, c10::Stream stream)
-    : c10d::Work(rank, op), done_(std::move(done)), outputs_(std::move(outputs)), engine_(std::move(engine)) {
+                   std::shared_ptr<Engine> engine, at::Device device)
+    : c10d::Work(rank, op),
+      done_(std::move(done)),
+      outputs_(std::move(outputs)),
+      engine_(std::move(engine)),
+      device_(device) {}
+
+c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
+  std::lock_guard<std::mutex> lock(future_mutex_);
+  if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                     std::vector<c10::Device>{stream.device()});
-  // Callbacks then run on streams that are ordered behind the channel's.
-  c10::StreamGuard guard(stream);
+                                                     std::vector<c10::Device>{device_});
+  // Callbacks run on streams that are ordered behind the current one: the call may be over long before what the
+  // caller has put on its own.
+  const c10::Stream behind = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStreamFromGlobalPool(device_);
+  done_.block(behind);
+  c10::StreamGuard guard(behind);
   future_->markCompleted(c10::IValue(outputs_));
+  return future_;
 }
 
 bool CudaWork::isCompleted() { return done_.query(); }

@@ -73,19 +73,21 @@ class CudaSide {
 class CudaWork : public c10d::Work {
  public:
   CudaWork(int rank, c10d::OpType op, c10::Event done, std::vector<at::Tensor> outputs, std::shared_ptr<Engine> engine,
-           c10::Stream stream);
+           at::Device device);
   bool isCompleted() override;
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   std::vector<at::Tensor> result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
   c10::Event done_;
   std::vector<at::Tensor> outputs_;
   std::shared_ptr<Engine> engine_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  at::Device device_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
 };
 
 }  // namespace tide

@@ -88,7 +88,7 @@ c10::intrusive_ptr<c10d::Work> TideBackend::exchange_inside(const Exchanged& ten
   if (output.is_cuda()) refuse_coalesced_packing(Channel::all_to_all);
   wait_for(backend.alltoall_base(out, in, out_splits, in_splits, opts));
   output.copy_(out);
-  return finished(getRank(), c10d::OpType::ALLTOALL_BASE, output);
+  return finished(getRank(), c10d::OpType::ALLTOALL_BASE, output, opts.asyncOp);
 }
 
 }  // namespace tide

@@ -94,7 +94,7 @@ const std::vector<EnvVariable>& env_table() {
        "accumulate_ctas", 1, kMost},
       {"TIDE_CUDA_PLAIN_BYTES",
        "CUDA calls without a layout of fewer bytes, over all ranks, go to nccl; 0 also stages all-to-alls", "0 or more",
-       "134217728", "cuda_plain_bytes", 0, kMost},
+       "33554432", "cuda_plain_bytes", 0, kMost},
       {"TIDE_RAISE_ON_TIMEOUT", "1: a CUDA call past its deadline poisons the group and raises; 0: ends the process",
        "0 or 1", "0", "raise_on_timeout", 0, 1},
   };

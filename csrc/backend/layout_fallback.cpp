@@ -31,7 +31,7 @@ c10::intrusive_ptr<c10d::Work> gather_by_packing(c10d::Backend& inner, at::Tenso
     const int64_t n = layout.shard_numel(i);
     place(i).view({world, n}).copy_(rows.narrow(1, layout.shard_offset(i), n));
   }
-  return finished(inner.getRank(), c10d::OpType::_ALLGATHER_BASE, output);
+  return finished(inner.getRank(), c10d::OpType::_ALLGATHER_BASE, output, opts.asyncOp);
 }
 
 c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tensor& output, at::Tensor& input,
@@ -63,7 +63,7 @@ c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tens
   if (scale != 1.0) out.mul_(scale);
   if (!out.is_same(output)) output.copy_(out);
   // Not gloo's own handle: that copies its own result into the output at every wait().
-  return finished(inner.getRank(), c10d::OpType::_REDUCE_SCATTER_BASE, output);
+  return finished(inner.getRank(), c10d::OpType::_REDUCE_SCATTER_BASE, output, opts.asyncOp);
 }
 
 }  // namespace tide

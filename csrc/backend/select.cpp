@@ -34,8 +34,9 @@ namespace {
 
 // What a CUDA call without a layout is left to nccl for before the ranks agree on it: agreement is a host wait, which
 // small calls are not worth. Sizes are the same on every rank of a right call, and slots are asked for together. bf16
-// to fp32, which nccl has not, is agreed on unless only the inner backend may be called. An all-to-all through staging
-// is slower than nccl's at every size that was measured, so only one into slots is worth it.
+// to fp32, which nccl has not, is agreed on unless only the inner backend may be called. Of an all-to-all, ranks may
+// send different amounts, so no rank can tell alone whether all find it large enough; most are small. Only those into
+// slots, which are asked for together, are worth the wait.
 std::optional<Selection> not_worth_agreeing(const Capabilities& c, const Request& q) {
   if (c.device != Device::cuda || q.layout) return std::nullopt;
   if (!c.inner_only_reason.empty()) return Selection{Path::inner, c.inner_only_reason};

@@ -87,8 +87,9 @@ void Work::finish_call(std::exception_ptr error) {
   }
 }
 
-void Work::finish_in_order() {
+void Work::finish_in_order(bool async) {
   finish_call(nullptr);
+  if (!async) return;
   std::lock_guard<std::mutex> lock(future_mutex_);
   future_ = future_of(outputs_);
   future_->markCompleted(c10::IValue(outputs_));
@@ -99,7 +100,7 @@ bool finish_callbacks(std::chrono::milliseconds longest) { return Callbacks::get
 FuturePtr Work::getFuture() {
   std::lock_guard<std::mutex> lock(future_mutex_);
   if (!future_) {
-    future_ = future_of({});
+    future_ = future_of(over_ ? outputs_ : std::vector<at::Tensor>());
     if (over_) settle(*future_, outputs_, error_);
   }
   return future_;
@@ -127,9 +128,9 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output) {
+c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output, bool async) {
   auto work = c10::make_intrusive<Work>(rank, op, std::vector<at::Tensor>{output}, 0, nullptr);
-  work->finish_in_order();
+  work->finish_in_order(async);
   return work;
 }
 

@@ -13,8 +13,8 @@ class Work : public c10d::Work {
        std::function<void()> interrupted);
 
   void finish_call(std::exception_ptr error);
-  // Of a call whose outputs are in order on the current stream of their device.
-  void finish_in_order();
+  // Of a call whose outputs are in order on the current stream of their device. `async`: somebody gets the handle.
+  void finish_in_order(bool async);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
@@ -39,7 +39,7 @@ inline void wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
 }
 
 // The handle of a call whose result is there (CUDA: ordered on the current stream).
-c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output);
+c10::intrusive_ptr<c10d::Work> finished(int rank, c10d::OpType op, const at::Tensor& output, bool async);
 
 // Several handles as one, for the coalesced calls.
 class GroupWork : public c10d::Work {

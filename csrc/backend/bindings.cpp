@@ -129,8 +129,8 @@ void bind_backend(py::module_& m) {
             auto tensor = self.slot(bytes, at::Device(device), reinterpret_cast<void*>(stream), group, &reason);
             return {tensor, reason};
           },
-          py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0, py::arg("parameter_group") = cuda::kNoParameters,
-          NoGil())
+          py::arg("nbytes"), py::arg("device") = "cpu", py::arg("stream") = 0,
+          py::arg("parameter_group") = cuda::kNoParameters, NoGil())
       .def("in_arena", &TideBackend::in_arena)
       .def_property_readonly("options", &TideBackend::getBackendOptions)  // torch has it from 2.14 on
       // torch.distributed calls it on ranks outside a new subgroup when splitting is supported; tide's groups need

@@ -117,7 +117,8 @@ void interrupted_slot() {
       const auto start = Clock::now();
       bool ended = false;
       try {
-        me.engine().guarded(wait.call, [&] { me.transport()->slot(4096, cuda::kNoParameters, me.caller(), wait, &why); });
+        me.engine().guarded(wait.call,
+                            [&] { me.transport()->slot(4096, cuda::kNoParameters, me.caller(), wait, &why); });
       } catch (const std::runtime_error& error) {
         ended = std::string(error.what()) == "Ctrl-C";
       }

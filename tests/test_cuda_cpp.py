@@ -43,6 +43,7 @@ PLAIN = [
 ]
 SLOTS = [
     "no_memory_for_a_second_slot",
+    "slot_on_the_default_stream",
     "slot_reuse",
     "slot_reuse_behind_a_reader",
     "slot_reuse_differs",

@@ -175,7 +175,11 @@ class FakeDriver {
     thread_local int mode = 0;
     return mode;
   }
-  static Queue& queue(cuda::Stream stream) { return *static_cast<Stream*>(stream)->queue; }
+  static Queue& queue(cuda::Stream stream) {
+    if (stream) return *static_cast<Stream*>(stream)->queue;
+    static auto* const default_stream = new Queue;
+    return *default_stream;
+  }
   static const EventBox& box(cuda::Event event) { return *static_cast<EventBox*>(event); }
   static void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
   static void pause() {

@@ -90,6 +90,34 @@ void slot_reuse_behind_a_reader() {
   });
 }
 
+// The caller's stream is the default one, whose handle is null: it waits for the reader of what had the room before.
+void slot_on_the_default_stream() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      const Window first = me.slot(4096);
+      std::atomic<bool> read{false}, early{false};
+      FakeDriver::launch(me.caller(), [&] {
+        std::this_thread::sleep_for(200ms);
+        read = true;
+      });
+      me.release(first);
+      std::string why;
+      std::optional<Window> second;
+      me.engine().guarded("slot", [&] {
+        second = me.transport()->slot(4096, cuda::kNoParameters, /*stream=*/nullptr, within(20s), &why);
+      });
+      check(second.has_value() && second->offset == first.offset, "the same room " + why);
+      FakeDriver::launch(nullptr, [&] { early = !read; });
+      cuda::driver().stream_synchronize(nullptr);
+      check(!early, "the default stream ran on while the slot was read");
+      me.release(*second);
+    }
+    check_nothing_left();
+  });
+}
+
 void slot_reuse_differs() {
   run_ranks(3, [](int rank, const std::string& directory) {
     {
@@ -239,7 +267,8 @@ void no_memory_for_a_second_slot() {
   });
 }
 
-const std::map<std::string, void (*)()> kCases{{"slot_reuse", slot_reuse},
+const std::map<std::string, void (*)()> kCases{{"slot_on_the_default_stream", slot_on_the_default_stream},
+                                               {"slot_reuse", slot_reuse},
                                                {"slots_take_turns", slots_take_turns},
                                                {"no_memory_for_a_second_slot", no_memory_for_a_second_slot},
                                                {"slot_reuse_behind_a_reader", slot_reuse_behind_a_reader},

@@ -224,7 +224,9 @@ void DeviceArena::collect_finished() {
 void DeviceArena::wait_until_free(const Window& window, Stream stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const Pending& p : pending_) {
-    if (p.stream == stream || !p.window.overlaps(window)) continue;  // a stream keeps its own order
+    // A stream keeps its own order. Null is no match: of a use, an unknown stream; of the caller's, the default one.
+    const bool in_order = p.stream && p.stream == stream;
+    if (in_order || !p.window.overlaps(window)) continue;
     check(driver().stream_wait_event(stream, p.event, 0), "cuStreamWaitEvent");
   }
 }

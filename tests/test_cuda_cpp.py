@@ -43,11 +43,13 @@ PLAIN = [
 ]
 SLOTS = [
     "no_memory_for_a_second_slot",
+    "one_group_of_parameters_has_one_slot",
     "slot_on_the_default_stream",
     "slot_reuse",
     "slot_reuse_behind_a_reader",
     "slot_reuse_differs",
     "slots_take_turns",
+    "slots_take_turns_behind_one_rank",
     "storage_outlives_group",
     "uneven_free_lists",
 ]

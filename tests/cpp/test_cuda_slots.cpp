@@ -180,21 +180,23 @@ void uneven_free_lists() {
   });
 }
 
-// Layers of slow compute, each with the slot of its parameters, which the host gives back long before the device has
-// read it. Offsets of the slots, and how many gathers after the first began while the compute before them ran.
+// Layers of compute, each with the slot of its parameters, which the host gives back long before the device has read it
+// where it computes for long. The layers are of `groups` parameter groups in turn. Offsets of the slots, and how many
+// gathers after the first began while the compute before them ran.
 struct Layers {
   std::vector<int64_t> offsets;
   int overlapped = 0, wrong = 0;
 };
 
-Layers run_layers(CudaRank& me, int count, int64_t numel) {
+Layers run_layers(CudaRank& me, int count, int64_t numel, int groups, std::chrono::milliseconds compute = 100ms) {
   Layers layers;
   auto computed = std::make_shared<std::atomic<int>>(0), overlapped = std::make_shared<std::atomic<int>>(0),
        wrong = std::make_shared<std::atomic<int>>(0);
   const auto layout = slot_layout(2, {numel});
   for (int layer = 1; layer <= count; ++layer) {
     std::string why;
-    const auto window = me.slot(layout->total_gathered_numel() * 2, &why, static_cast<cuda::ParameterGroup>(layer));
+    const auto window =
+        me.slot(layout->total_gathered_numel() * 2, &why, static_cast<cuda::ParameterGroup>(1 + layer % groups));
     check(window.has_value(), why);
     layers.offsets.push_back(window->offset);
     auto* words = reinterpret_cast<uint16_t*>(me.transport()->device_arena().address(*window));
@@ -205,7 +207,7 @@ Layers run_layers(CudaRank& me, int count, int64_t numel) {
     });
     me.run(me.all_gather(layout, reinterpret_cast<std::byte*>(words), nullptr));
     FakeDriver::launch(me.caller(), [=] {
-      std::this_thread::sleep_for(100ms);
+      std::this_thread::sleep_for(compute);
       for (int64_t i = 0; i < 2 * numel; ++i)
         *wrong += words[i] != value(static_cast<int>(i / numel), i % numel, layer);
       *computed = layer;
@@ -226,7 +228,7 @@ void slots_take_turns() {
       me.connect();
       auto& arena = me.transport()->device_arena();
       const int64_t before = arena.bytes_committed();
-      const Layers layers = run_layers(me, 6, 300000);  // a segment each
+      const Layers layers = run_layers(me, 6, 300000, 6);  // a segment each
       check(layers.wrong == 0, std::to_string(layers.wrong) + " elements are wrong");
       check(layers.overlapped == 5, "overlapped " + std::to_string(layers.overlapped) + " of 5");
       for (size_t i = 2; i < layers.offsets.size(); ++i) {
@@ -236,10 +238,45 @@ void slots_take_turns() {
       const Window lowest = me.slot(1 << 20);
       check(lowest.offset == std::min(layers.offsets[0], layers.offsets[1]), "not by turns: anything else");
       me.release(lowest);
-      const Layers small = run_layers(me, 5, 30000);
+      const Layers small = run_layers(me, 5, 30000, 5);
       check(small.wrong == 0, std::to_string(small.wrong) + " elements are wrong");
       check(small.overlapped == 4, "overlapped " + std::to_string(small.overlapped) + " of 4");
       check(arena.bytes_committed() == before + 2 * (2 << 20), "within the room that is there");
+    }
+    check_nothing_left();
+  });
+}
+
+// Only one rank's device is behind: all ranks get the second slot, at the same offset.
+void slots_take_turns_behind_one_rank() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      const Layers layers = run_layers(me, 6, 300000, 6, rank == 0 ? 100ms : 0ms);
+      check(layers.wrong == 0, std::to_string(layers.wrong) + " elements are wrong");
+      check(rank == 1 || layers.overlapped == 5, "overlapped " + std::to_string(layers.overlapped) + " of 5");
+      const int64_t segment = int64_t{1} << cuda::kSegmentShift;  // of staging, the first slot, the second
+      for (size_t i = 0; i < layers.offsets.size(); ++i) {
+        const int64_t expected = static_cast<int64_t>(1 + i % 2) * segment;
+        check(layers.offsets[i] == expected, "slot " + std::to_string(i) + " at " + std::to_string(layers.offsets[i]));
+      }
+    }
+    check_nothing_left();
+  });
+}
+
+// Parameters that are gathered again and again with none of another group between: a second slot would only take room.
+void one_group_of_parameters_has_one_slot() {
+  run_ranks(2, [](int rank, const std::string& directory) {
+    {
+      CudaRank me(rank, 2, directory);
+      me.connect();
+      const int64_t before = me.transport()->device_arena().bytes_committed();
+      const Layers layers = run_layers(me, 4, 300000, 1);
+      check(layers.wrong == 0, std::to_string(layers.wrong) + " elements are wrong");
+      for (const int64_t offset : layers.offsets) check(offset == layers.offsets[0], "always the same");
+      check(me.transport()->device_arena().bytes_committed() == before + (2 << 20), "one slot");
     }
     check_nothing_left();
   });
@@ -254,7 +291,7 @@ void no_memory_for_a_second_slot() {
       if (rank == 1) FakeNccl::get().failing_allocations = {3};  // behind staging and the first slot
       CudaRank me(rank, 2, directory, settings);
       me.connect();
-      const Layers layers = run_layers(me, 4, 300000);
+      const Layers layers = run_layers(me, 4, 300000, 4);
       check(layers.wrong == 0, std::to_string(layers.wrong) + " elements are wrong");
       check(layers.overlapped == 0, "one slot: nothing overlaps");
       for (const int64_t offset : layers.offsets) check(offset == layers.offsets[0], "always the same");
@@ -267,14 +304,17 @@ void no_memory_for_a_second_slot() {
   });
 }
 
-const std::map<std::string, void (*)()> kCases{{"slot_on_the_default_stream", slot_on_the_default_stream},
-                                               {"slot_reuse", slot_reuse},
-                                               {"slots_take_turns", slots_take_turns},
-                                               {"no_memory_for_a_second_slot", no_memory_for_a_second_slot},
-                                               {"slot_reuse_behind_a_reader", slot_reuse_behind_a_reader},
-                                               {"slot_reuse_differs", slot_reuse_differs},
-                                               {"storage_outlives_group", storage_outlives_group},
-                                               {"uneven_free_lists", uneven_free_lists}};
+const std::map<std::string, void (*)()> kCases{
+    {"slot_on_the_default_stream", slot_on_the_default_stream},
+    {"slot_reuse", slot_reuse},
+    {"slots_take_turns", slots_take_turns},
+    {"slots_take_turns_behind_one_rank", slots_take_turns_behind_one_rank},
+    {"one_group_of_parameters_has_one_slot", one_group_of_parameters_has_one_slot},
+    {"no_memory_for_a_second_slot", no_memory_for_a_second_slot},
+    {"slot_reuse_behind_a_reader", slot_reuse_behind_a_reader},
+    {"slot_reuse_differs", slot_reuse_differs},
+    {"storage_outlives_group", storage_outlives_group},
+    {"uneven_free_lists", uneven_free_lists}};
 
 }  // namespace
 }  // namespace tide::test

@@ -1,4 +1,5 @@
 // Range allocator, copies and memory limits against plain models. Exit code 0 is success.
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <random>
@@ -28,6 +29,23 @@ class Model {
     ++last_;
     for (int64_t i = 0; i < bytes; ++i) owner_[static_cast<size_t>(best + i)] = last_;
     return best;
+  }
+  // The free ranges of `least` to `most`, the smallest first.
+  std::vector<Range> free_ranges(int64_t least, int64_t most) const {
+    std::vector<Range> found;
+    for (size_t i = 0; i < owner_.size();) {
+      size_t end = i;
+      while (end < owner_.size() && owner_[end] == 0) ++end;
+      const auto size = static_cast<int64_t>(end - i);
+      if (size >= std::max<int64_t>(least, 1) && size <= most) found.push_back({static_cast<int64_t>(i), size});
+      i = end + 1;
+    }
+    std::stable_sort(found.begin(), found.end(), [](const Range& a, const Range& b) { return a.bytes < b.bytes; });
+    return found;
+  }
+  void take_at(const Range& wanted) {
+    ++last_;
+    for (int64_t i = 0; i < wanted.bytes; ++i) owner_[static_cast<size_t>(wanted.offset + i)] = last_;
   }
   void give_back(int64_t offset) {
     const int id = owner_[static_cast<size_t>(offset)];
@@ -67,7 +85,18 @@ void allocator_fuzz() {
     Model model;
     std::vector<int64_t> held;
     for (int step = 0; step < 2000; ++step) {
-      if (held.empty() || below(100) < 52) {
+      const int64_t least = 1 + below(6), most = least + below(20);
+      const auto free = ranges.free_ranges(least, most), expected = model.free_ranges(least, most);
+      const auto same = [](const Range& a, const Range& b) { return a.offset == b.offset && a.bytes == b.bytes; };
+      check(std::equal(free.begin(), free.end(), expected.begin(), expected.end(), same), "free ranges");
+      if (!free.empty() && below(4) == 0) {
+        const Range& room = free[static_cast<size_t>(below(static_cast<int64_t>(free.size())))];
+        const int64_t bytes = 1 + below(room.bytes);
+        const Range wanted{room.offset + below(room.bytes - bytes + 1), bytes};
+        ranges.take(room, wanted);
+        model.take_at(wanted);
+        held.push_back(wanted.offset);
+      } else if (held.empty() || below(100) < 40) {
         const int64_t bytes = 1 + below(below(4) == 0 ? 60 : 6);
         auto offset = ranges.take(bytes);
         check(offset == model.take(bytes), "best fit, lowest offset");

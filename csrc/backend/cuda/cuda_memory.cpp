@@ -102,12 +102,14 @@ std::optional<Window> CudaTransport::slot(int64_t bytes, ParameterGroup group, S
   return window;
 }
 
-// Growth is tried once: it makes the allocator give back what it keeps, which costs more than the overlap is worth.
+// A rank tries growth once: it makes the allocator give back what it keeps, which costs more than the overlap is worth.
 void CudaTransport::keep_one_slot(const std::string& why) {
   one_slot_ = true;
   if (!options_.on_one_slot) return;
-  options_.on_one_slot(who_.prefix("slot") + "no memory for a second slot: " + why +
-                       "; all-gathers of parameters wait for the compute before them; free memory for one of them");
+  options_.on_one_slot(
+      who_.prefix("slot") + "no memory for a second slot: " + why +
+      "; all-gathers of parameters wait for the compute before them; leave room for one more slot on every "
+      "GPU before the first step");
 }
 
 bool CudaTransport::provided(Channel channel) {

@@ -246,14 +246,15 @@ CudaWork::CudaWork(int rank, c10d::OpType op, c10::Event done, std::vector<at::T
 c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
   std::lock_guard<std::mutex> lock(future_mutex_);
   if (future_) return future_;
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                     std::vector<c10::Device>{device_});
-  // Callbacks run on streams that are ordered behind the current one: the call may be over long before what the
-  // caller has put on its own.
+  auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                       std::vector<c10::Device>{device_});
+  // What waits for the future is ordered behind the stream that is current here: neither the caller's nor the
+  // channel's, which may have been given much since the call.
   const c10::Stream behind = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStreamFromGlobalPool(device_);
   done_.block(behind);
   c10::StreamGuard guard(behind);
-  future_->markCompleted(c10::IValue(outputs_));
+  made->markCompleted(c10::IValue(outputs_));
+  future_ = std::move(made);  // not before: where the device is lost, the next call must fail too, not wait for ever
   return future_;
 }
 

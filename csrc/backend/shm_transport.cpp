@@ -25,12 +25,13 @@ using std::chrono::milliseconds;
 
 // How often a waiting rank looks up: for the caller's interrupt, dead peers and the deadline.
 constexpr milliseconds kTick{100};
-// Looks at what is awaited before a rank sleeps: a few, between which others may run; and more in a row where every
-// rank has a core to itself, because waking up takes longer than most ranks are late.
+// Looks at what is awaited before a rank sleeps: a few, between which others may run; before these, more in a row where
+// there are two cores for every rank, because waking up takes longer than most ranks are late.
 constexpr int kChecksBeforeSleep = 4;
 constexpr std::chrono::microseconds kSpin{50};
 
-// How long a rank of `world` on this machine looks without a pause.
+// How long a rank of `world` on this machine looks without a pause. Not at all where that cannot be told: the call
+// fails on machines of more cores than the set holds.
 Clock::duration spinning(int world) {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) != 0 || CPU_COUNT(&cores) < 2 * world) return Clock::duration::zero();

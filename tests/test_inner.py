@@ -377,6 +377,24 @@ def test_calls_that_go_by_are_recorded_with_the_reason() -> None:
         ]
 
 
+def layout_without_a_sum(rank: int, world: int) -> tuple[str, str]:
+    rank_process.init("tide", pg_options=tide_backend.Options(cuda=False))
+    out, rows = torch.empty(3, device="meta"), torch.empty(3 * world, device="meta")
+    tide_backend.apply_layout(rows, tide_backend.ParameterLayout(world, [3]))
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    error = error_of(backend()._reduce_scatter_base, out, rows, options)
+    dist.destroy_process_group()
+    return error
+
+
+def test_a_layout_without_a_sum_is_refused_where_tide_does_not_carry_the_call() -> None:
+    for rank, (kind, text) in enumerate(run_ranks(2, layout_without_a_sum, backend=None)):
+        assert kind == "UsageError"
+        assert text.startswith(f"tide[rank {rank}/2, group ")
+        assert text.endswith("reduce_scatter]: a layout with max; expected SUM, AVG or PREMUL_SUM; pack the input")
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_a_rank_without_cuda_calls_says_so_where_the_others_look(cuda: bool) -> None:
     """Before anybody asks: the others' handshake would otherwise wait for it."""

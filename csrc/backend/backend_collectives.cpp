@@ -149,10 +149,15 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   const at::Tensor& sample = applied && !applied->tensors.empty() ? widest(applied->tensors, output) : input;
   const auto [op, scale] = reduction(opts.reduceOp, getSize(), at::isIntegralType(sample.scalar_type(), true));
   const bool one_type = input.scalar_type() == output.scalar_type();
+  std::string not_packed;  // packing goes with a sum
+  if (applied && op != Reduction::sum) {
+    not_packed = std::string("a layout with ") + to_string(op) + "; expected SUM, AVG or PREMUL_SUM; pack the input";
+  }
   const auto by_inner = [&, op = op, scale = scale] {
     // gloo has no AVG and no PREMUL_SUM; nccl has.
     const bool scaled = scale != 1.0 && output.is_cpu();
     const bool packed = applied || (op == Reduction::sum && (scaled || !one_type));
+    if (!not_packed.empty()) fail(ErrorKind::usage, engine_->speaker(), to_string(Channel::reduce_scatter), not_packed);
     if (packed && !output.is_cpu()) refuse_coalesced_packing(Channel::reduce_scatter);
     c10d::Backend& backend = *inner(output.device().type());
     return packed ? scatter_by_packing(backend, output, input, applied, scale, opts)
@@ -191,8 +196,8 @@ c10::intrusive_ptr<c10d::Work> TideBackend::_reduce_scatter_base(at::Tensor& out
   } else if (widening && op != Reduction::sum) {
     problem = std::string("bfloat16 into float32 with ") + to_string(op) +
               "; expected SUM, AVG or PREMUL_SUM; convert the input to float32 first";
-  } else if (applied && op != Reduction::sum) {
-    problem = std::string("a layout with ") + to_string(op) + "; expected SUM, AVG or PREMUL_SUM; pack the input";
+  } else if (!not_packed.empty()) {
+    problem = not_packed;
   } else if (q.layout && q.layout->world() != q.world) {
     problem = "the layout is for " + std::to_string(q.layout->world()) + " ranks; expected " + std::to_string(q.world) +
               "; make it with the group's size";

@@ -290,6 +290,10 @@ def without_shared_memory(rank: int, world: int) -> list[str]:
     check_bits(out, oracle.reduce_scatter(grads, "float32", theirs, scale=1 / world)[rank], "reduce_scatter")
     reasons.append(expect_path("inner")["reason"])
 
+    out = torch.empty(2, 3, dtype=torch.float32)
+    dist.reduce_scatter_tensor(out, torch.full((world * 2, 3), rank + 1.0).bfloat16())
+    check_bits(out, np.full((2, 3), sum(range(1, world + 1)), np.float32), "bfloat16 into two dimensions of float32")
+
     inputs = [random_bytes(2, r, world * 3, torch.float32) for r in range(world)]
     out = torch.empty(world * 3)
     dist.all_to_all_single(out, tensor(inputs[rank], torch.float32))

@@ -265,6 +265,21 @@ def test_other_operations_and_dtypes_go_to_the_inner_backend_with_the_reason() -
         ]
 
 
+def averages_of_any_shape(rank: int, world: int) -> None:
+    """gloo compares shapes. tide packs an average for it, and only the number of elements counts."""
+    total = sum(range(1, world + 1))
+    for shape in [(), (3, 2), (0, 2)]:
+        for out in [torch.zeros(shape).half(), torch.zeros(shape[::-1]).half().t()]:
+            whole = torch.full((world * out.numel(),), rank + 1.0).half()
+            dist.reduce_scatter_tensor(out, whole, op=dist.ReduceOp.AVG)
+            check_bits(out, np.full(shape, total / world, np.float16), f"the average in {shape}")
+            expect_path("inner", "float16")
+
+
+def test_averages_by_the_inner_backend_fit_outputs_of_any_shape() -> None:
+    run_ranks(2, averages_of_any_shape)
+
+
 def average_of_integers(rank: int, world: int) -> tuple[str, str]:
     out = torch.zeros(2, dtype=torch.int32)
     error = error_of(dist.reduce_scatter_tensor, out, torch.ones(2 * world).int(), op=dist.ReduceOp.AVG)

@@ -59,7 +59,8 @@ c10::intrusive_ptr<c10d::Work> scatter_by_packing(c10d::Backend& inner, at::Tens
   c10d::ReduceScatterOptions sum = opts;
   sum.reduceOp = c10d::ReduceOp::SUM;
   at::Tensor out = output.is_contiguous() ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
-  wait_for(inner._reduce_scatter_base(out, packed, sum));
+  at::Tensor shard = out.view({-1});  // gloo wants shapes that fit each other's
+  wait_for(inner._reduce_scatter_base(shard, packed, sum));
   if (scale != 1.0) out.mul_(scale);
   if (!out.is_same(output)) output.copy_(out);
   // Not gloo's own handle: that copies its own result into the output at every wait().

@@ -25,6 +25,9 @@ def issue(kind: str, world: int, asynchronous: bool = False) -> None:
         work = dist.all_gather_into_tensor(torch.empty(world * numel), torch.ones(numel), async_op=asynchronous)
     elif kind == "reduce_scatter":
         work = dist.reduce_scatter_tensor(torch.empty(numel), torch.ones(world * numel), async_op=asynchronous)
+    elif kind == "maximum":  # the inner backend's, once the ranks have agreed on it
+        out, whole = torch.empty(numel), torch.ones(world * numel)
+        work = dist.reduce_scatter_tensor(out, whole, op=dist.ReduceOp.MAX, async_op=asynchronous)
     else:
         work = dist.all_to_all_single(torch.empty(world * numel), torch.ones(world * numel), async_op=asynchronous)
     if work is not None:
@@ -190,7 +193,7 @@ def interrupted(rank: int, world: int, kind: str) -> tuple[str, str, float]:
     return "", "not interrupted", 0.0
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "maximum"])
 def test_ctrl_c_ends_a_wait(kind: str) -> None:
     results = run_ranks(2, interrupted, kind, fresh=True)
     assert results[0][0] == "KeyboardInterrupt" and results[0][2] < 0.5, results

@@ -266,6 +266,9 @@ Selection Engine::carry_out(const CollectiveCall& call, const Wait& wait) {
     // Not the ticket: a call that was given up before it met its peers has one on this rank alone.
     execution.sequence = exchanges;
     move(meeting.request(), selection.path, execution, transport.get(), wait);
+  } else {
+    // A rank that announced this call may have been interrupted since; the inner backend would wait for it.
+    transport->check_peers(wait.call);
   }
   transport->complete(op, exchanges);
   recorder_.note_kernel_copies(call.record_id, transport->kernel_copies(op));

@@ -78,6 +78,7 @@ class ShmTransport : public Transport, public SharedTables {
   }
   void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
   void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
+  void check_peers(const std::string& call) override;
   void abort(const std::string& reason) override;
 
   std::pair<std::byte*, int64_t> table_memory(int owner) override {
@@ -122,7 +123,8 @@ void ShmTransport::check_usable(const std::string& call) const {
   if (guard_.in_child())
     fail(ErrorKind::usage, who_, call, "the group was made before fork(); make a new group in the child process");
   if (own().state() == RankState::aborted)
-    fail(ErrorKind::peer, who_, call, "the group was aborted: " + own().reason());
+    fail(ErrorKind::peer, who_, call,
+         "the group was aborted: " + own().reason() + "; destroy the group and make a new one");
 }
 
 void ShmTransport::check_rank(int rank, const std::string& call) const {
@@ -311,6 +313,15 @@ std::string ShmTransport::timeout_text(Clock::duration waited, const std::vector
   text << (text.str().back() == ';' ? "" : ";") << " look at " << (missing.size() == 1 ? "that rank" : "those ranks")
        << " or set a longer timeout";
   return text.str();
+}
+
+void ShmTransport::check_peers(const std::string& call) {
+  check_usable(call);
+  for (int rank = 0; rank < who_.world; ++rank) {
+    if (table(rank).state() != RankState::aborted) continue;
+    fail(ErrorKind::peer, who_, call,
+         lost(rank) + " it will not take part in this call; destroy the group and make a new one");
+  }
 }
 
 void ShmTransport::abort(const std::string& reason) {

@@ -146,6 +146,9 @@ class Transport {
   // Waits until the flag word that `peer` sets here has reached `value`.
   virtual void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) = 0;
 
+  // Throws where this rank or a peer has aborted, for a call that will wait for the peers elsewhere.
+  virtual void check_peers(const std::string& call) { static_cast<void>(call); }
+
   // Makes every later call on this transport, and every peer that waits for this rank, fail with `reason`.
   virtual void abort(const std::string& reason) = 0;
   // The group is destroyed in good order. Nothing may be waited for any more.

@@ -92,6 +92,7 @@ class CudaTransport : public Transport, public std::enable_shared_from_this<Cuda
   void accumulate(Channel channel, ElementType in, ElementType out, const AccumulateArgs& args) override;
   void signal(Channel channel, int peer, Flag flag, uint64_t value) override;
   void wait(Channel channel, int peer, Flag flag, uint64_t value, const Wait& wait) override;
+  void check_peers(const std::string& call) override { control_->check_peers(call); }
   // No more work from here; what is on the device is looked after until it is over, and the object lives as long as
   // the process. Waits stay: whatever is queued behind them must not run on what did not arrive.
   void abort(const std::string& reason) override;
